@@ -1,0 +1,72 @@
+"""Attention of draft blocks: every slot sees the context below its anchor, and its own block.
+
+Context and block parts are two products merged under one softmax, so the context's keys (a cache in
+decoding, a whole sequence in training) are never copied next to the block's.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.attention import masked_softmax
+from dflash_jax.masks import block_masks
+
+
+def context_block_attention(
+    q_BAGNH: jax.Array,
+    context_k_BKSH: jax.Array,
+    context_v_BKSH: jax.Array,
+    block_k_BAGKH: jax.Array,
+    block_v_BAGKH: jax.Array,
+    anchor_positions_BA: jax.Array,
+    *,
+    window: int | None,
+    causal: bool,
+    implementation: str = "dense",
+) -> jax.Array:
+    """Attention of A blocks a row against shared context and, each, its own slots.
+
+    Args:
+      q_BAGNH: queries, normed and rotated at positions `anchor + slot`.
+      context_k_BKSH, context_v_BKSH: context slot `s` holds position `s`; visible iff `s < anchor`.
+      block_k_BAGKH, block_v_BAGKH: the blocks' own keys (normed, rotated) and values.
+      anchor_positions_BA: int32; a block anchored at 0 sees itself only.
+      window: sliding window length, or None; see `masks.block_masks`.
+      causal: slot `k` sees block slots `<= k` only.
+      implementation: "dense", the specification.
+
+    Returns:
+      [B, A, G, N, H] in the dtype of `q`. Scale 1/sqrt(H), softmax in float32.
+    """
+    if implementation != "dense":
+        raise ValueError(f"implementation: {implementation!r} is not 'dense'")
+    batch, anchors, block, heads, head_dim = q_BAGNH.shape
+    kv_heads, slots = context_k_BKSH.shape[1:3]
+    q = (q_BAGNH * head_dim**-0.5).reshape(
+        batch, anchors, block, kv_heads, heads // kv_heads, head_dim
+    )
+    scores_context = jnp.einsum(
+        "bagkrh,bksh->bkrags",
+        q,
+        context_k_BKSH,
+        preferred_element_type=jnp.float32,
+    )
+    scores_block = jnp.einsum(
+        "bagkrh,bajkh->bkragj", q, block_k_BAGKH, preferred_element_type=jnp.float32
+    )
+    mask_context, mask_block = block_masks(
+        anchor_positions_BA, block, slots, window=window, causal=causal
+    )
+    mask = jnp.concatenate(
+        [
+            mask_context,
+            jnp.broadcast_to(mask_block, (batch, anchors, block, block)),
+        ],
+        axis=-1,
+    )[:, None, None]
+    probs = masked_softmax(jnp.concatenate([scores_context, scores_block], axis=-1), mask)
+    probs = probs.astype(context_v_BKSH.dtype)
+    out = jnp.einsum("bkrags,bksh->bagkrh", probs[..., :slots], context_v_BKSH)
+    out += jnp.einsum("bkragj,bajkh->bagkrh", probs[..., slots:], block_v_BAGKH)
+    return out.reshape(q_BAGNH.shape).astype(q_BAGNH.dtype)

@@ -1,0 +1,127 @@
+"""Linen layers shared by the target and the drafter. Parameters are cast to `dtype` where they are
+used."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Dtype = Any
+INIT = nn.initializers.normal(0.02)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, computed in float32.
+
+    `stack` puts leading axes on the scale, so that one parameter serves several layers.
+    """
+
+    size: int
+    epsilon: float
+    stack: tuple[int, ...] = ()
+
+    def setup(self) -> None:
+        self.scale = self.param("scale", nn.initializers.ones, (*self.stack, self.size))
+
+    def __call__(self, x: jax.Array, index: int | None = None) -> jax.Array:
+        scale = self.scale if index is None else self.scale[index]
+        return rms_norm(x, scale, self.epsilon)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """`x / rms(x) * scale` over the last axis; float32 inside, the dtype of `x` outside."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    normed = (x32 * jax.lax.rsqrt(variance + epsilon)).astype(x.dtype)
+    return normed * scale.astype(x.dtype)
+
+
+class Projection(nn.Module):
+    """A linear map from the trailing `in_shape` axes to `out_shape` axes, bias optional.
+
+    Group axes stay apart in the kernel (`in_shape + out_shape`), so that each can be sharded by
+    name.
+    """
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    use_bias: bool
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", INIT, (*self.in_shape, *self.out_shape)).astype(self.dtype)
+        fan_in, fan_out = math.prod(self.in_shape), math.prod(self.out_shape)
+        lead = x.shape[: x.ndim - len(self.in_shape)]
+        out = x.reshape(*lead, fan_in) @ kernel.reshape(fan_in, fan_out)
+        out = out.reshape(*lead, *self.out_shape)
+        if self.use_bias:
+            out += self.param("bias", nn.initializers.zeros, self.out_shape).astype(self.dtype)
+        return out
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`; gate and up are one fused projection."""
+
+    hidden_size: int
+    intermediate_size: int
+    use_bias: bool
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate_up = Projection(
+            (self.hidden_size,),
+            (2, self.intermediate_size),
+            self.use_bias,
+            self.dtype,
+            name="gate_up",
+        )(x)
+        hidden = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return Projection(
+            (self.intermediate_size,), (self.hidden_size,), self.use_bias, self.dtype, name="down"
+        )(hidden)
+
+
+class MixtureOfExperts(nn.Module):
+    """Qwen3-MoE: softmax over all experts in float32, top-k, renormalised where the config says so.
+
+    Tokens are sorted by expert and multiplied group by group, so each token meets its k experts
+    only.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    dtype: Dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        D, F, E, top_k = (
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_experts,
+            self.num_experts_per_tok,
+        )
+        gate_up = self.param("gate_up", INIT, (E, D, 2, F)).astype(self.dtype)
+        down = self.param("down", INIT, (E, F, D)).astype(self.dtype)
+        rows = x.reshape(-1, D)
+        router = Projection((D,), (E,), False, self.dtype, name="router")(rows)
+        probs, experts = jax.lax.top_k(jax.nn.softmax(router.astype(jnp.float32)), top_k)
+        if self.norm_topk_prob:
+            probs /= jnp.sum(probs, axis=-1, keepdims=True)
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        sizes = jnp.bincount(experts.reshape(-1), length=E).astype(jnp.int32)
+        picked = jnp.repeat(rows, top_k, axis=0)[order]
+        hidden = jax.lax.ragged_dot(picked, gate_up.reshape(E, D, 2 * F), sizes)
+        hidden = nn.silu(hidden[:, :F]) * hidden[:, F:]
+        out = jax.lax.ragged_dot(hidden, down, sizes)
+        out = jnp.zeros_like(out).at[order].set(out).reshape(-1, top_k, D)
+        out = jnp.sum(out * probs[..., None].astype(out.dtype), axis=1)
+        return out.reshape(x.shape).astype(x.dtype)
