@@ -2,8 +2,8 @@
 
     python scripts/measure.py COMMAND [ARGUMENT ...]
 
-Memory is the proportional set size (a page shared by n processes counts 1/n in each) summed over the command and
-all its descendants, sampled twice a second: short peaks may be missed. Linux only.
+Memory is the proportional set size (a page shared by n processes counts 1/n in each) summed over
+the command and all its descendants, sampled twice a second: short peaks may be missed. Linux only.
 """
 
 import subprocess

@@ -22,18 +22,21 @@ case $mode in
   *) die "unknown mode '$mode': demo or test" ;;
 esac
 
-version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) ||
+# One line: version, whether it is new enough, and a hash of what decides the environment's content.
+facts=$("$python" -c 'import hashlib, sys
+content = b"".join(open(name, "rb").read() for name in sys.argv[1:])
+print("%d.%d.%d" % sys.version_info[:3], sys.version_info >= (3, 11), hashlib.sha256(content).hexdigest())' \
+  pyproject.toml scripts/setup.sh 2>/dev/null) ||
   die "'$python' does not run; Python 3.11 or newer is needed (PYTHON=/path/to/python3 chooses one)"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+read -r version new_enough hash <<<"$facts"
+[[ $new_enough == True ]] ||
   die "Python 3.11 or newer is needed; '$python' is $version (PYTHON=/path/to/python3 chooses another)"
 
 base="$version $root"
-key=$(cat pyproject.toml scripts/setup.sh | "$python" -c \
-  'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 current() {
   local name
   for name in $accepted; do
-    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$base $key $name" ]] && return 0
+    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$base $hash $name" ]] && return 0
   done
   return 1
 }
@@ -67,9 +70,9 @@ if [[ -d $venv ]] && ! { [[ -f $venv/base && $(<"$venv/base") == "$base" ]] && "
   clear=(--clear)
 fi
 rm -f "$venv/stamp"
-step "environment $venv (Python $version)" "$python" -m venv "${clear[@]}" "$venv"
+step "environment $venv (Python $version)" "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
 echo "$base" >"$venv/base"
 step "pip" pip install --upgrade pip
 step "dflash-jax and its dependencies ($mode)" pip install --editable "$target"
 step "assets ${assets[*]}" pip install --no-deps "${assets[@]}"
-echo "$base $key $mode" >"$venv/stamp"
+echo "$base $hash $mode" >"$venv/stamp"
