@@ -1,11 +1,19 @@
-"""Model configurations: frozen, hashable, with Hugging Face field names; no defaults are guessed."""
+"""Model configurations: frozen, hashable, with Hugging Face field names; nothing is guessed."""
 
 import dataclasses
 from typing import Any
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.hf_fields import Fields
-from dflash_jax.model_fields import FULL, SLIDING, check_shape, read_shape, shape_to_hf
+from dflash_jax.hf_fields import DRAFTER_NEUTRAL, Fields
+from dflash_jax.model_fields import (
+    FULL,
+    SLIDING,
+    check_shape,
+    read_moe,
+    read_shape,
+    read_sliding_causal,
+    shape_to_hf,
+)
 from dflash_jax.rope_config import RopeConfig
 
 __all__ = ["DrafterConfig", "RopeConfig", "TargetConfig", "default_target_layer_ids"]
@@ -107,7 +115,7 @@ class TargetConfig:
         if model_type == "llama" and values["sliding_window"] is not None:
             raise fields.error("sliding_window is not supported for model_type 'llama'")
         if model_type == "qwen3_moe":
-            values |= _moe_fields(fields, layers)
+            values |= read_moe(fields, layers)
         return cls(
             model_type=model_type,
             # Transformers' own default where the key is absent, for all three model types.
@@ -198,23 +206,10 @@ class TargetConfig:
         return cls("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1e-5, rope, 131072)
 
 
-def _moe_fields(fields: Fields, num_layers: int) -> dict[str, Any]:
-    step = fields.integer("decoder_sparse_step", default=1)
-    dense = fields.get("mlp_only_layers") or []
-    return {
-        "num_experts": fields.integer("num_experts"),
-        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", default=False),
-        "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
-    }
-
-
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """Layers that a NEW drafter taps, evenly spaced (36 layers, 5 taps: 1, 9, 17, 25, 33)."""
-    if num_taps == 1:
-        ids = (num_target_layers // 2,)
-    else:
+    ids: tuple[int, ...] = (num_target_layers // 2,)
+    if num_taps != 1:
         step = (num_target_layers - 4) / max(num_taps - 1, 1)
         ids = tuple(round(1 + i * step) for i in range(num_taps))
     if (
@@ -226,16 +221,6 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     return ids
 
 
-# Fields of draft models with another prediction layout or other parts, with their neutral values.
-_DRAFTER_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "is_causal": (False,),
-    "shift_label": (False,),
-    "sample_from_anchor": (False,),
-    "markov_rank": (0,),
-    "pure_draft_prefix_len": (1,),
-    "speculators_model_type": (),
-    "transformer_layer_config": (),
-}
 _NESTED_KEYS = {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers"}
 _NESTED_KEYS |= {"sliding_window", "causal"}
 _OFF = (None, False, 0)  # an unknown key with one of these asks for nothing
@@ -310,7 +295,7 @@ class DrafterConfig:
           ConfigError: a field is missing, contradictory, out of range or not supported.
         """
         fields = Fields(config, source)
-        fields.refuse_unsupported(_DRAFTER_NEUTRAL)
+        fields.refuse_unsupported(DRAFTER_NEUTRAL)
         if config.get("model_type", "qwen3") != "qwen3":
             raise fields.error(f"model_type {config['model_type']!r} is not supported (only qwen3)")
         if config.get("architectures", ["DFlashDraftModel"]) != ["DFlashDraftModel"]:
@@ -337,14 +322,14 @@ class DrafterConfig:
         ids = fields.either("target_layer_ids", "dflash_config")
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise fields.error(f"target_layer_ids must be a list of layer numbers, got {ids!r}")
-        values = {
+        values: dict[str, Any] = {
             name: fields.as_integer(name, fields.either(name, "dflash_config"), minimum=minimum)
             for name, minimum in (("block_size", 1), ("mask_token_id", 0), ("num_target_layers", 1))
         }
         try:
             return cls(
                 target_layer_ids=tuple(ids),
-                sliding_causal=_sliding_causal(fields, shape["layer_types"]),
+                sliding_causal=read_sliding_causal(fields, shape["layer_types"]),
                 **values,
                 **shape,
             )
@@ -382,12 +367,12 @@ class DrafterConfig:
         **changes: Any,
     ) -> "DrafterConfig":
         """A new drafter with the target's attention shape and RoPE; `changes` replace any field."""
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        names += ("intermediate_size", "vocab_size", "rms_norm_eps", "rope")
+        names = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+        names += ["intermediate_size", "vocab_size", "rms_norm_eps", "rope"]
+        names += ["max_position_embeddings"]
         values: dict[str, Any] = {name: getattr(target, name) for name in names}
         values |= {
             "num_hidden_layers": num_layers,
-            "max_position_embeddings": target.max_position_embeddings,
             "block_size": block_size,
             "mask_token_id": mask_token_id,
             "num_target_layers": target.num_hidden_layers,
@@ -446,21 +431,3 @@ class DrafterConfig:
             layer_types=(SLIDING,) * 4 + (FULL,),
             sliding_window=2048,
         )
-
-
-def _sliding_causal(fields: Fields, layer_types: tuple[str, ...]) -> bool:
-    """`dflash_config.causal` (vLLM) or `sliding_window_non_causal` (speculators)."""
-    causal = (fields.get("dflash_config") or {}).get("causal")
-    other = fields.get("sliding_window_non_causal")
-    for name, value in (("dflash_config.causal", causal), ("sliding_window_non_causal", other)):
-        if value not in (None, True, False):
-            raise fields.error(f"{name} must be true or false, got {value!r}")
-    if causal is not None and other is not None and causal == other:
-        raise fields.error(
-            f"dflash_config.causal = {causal} contradicts sliding_window_non_causal = {other}"
-        )
-    if causal and FULL in layer_types:
-        raise fields.error(
-            "dflash_config.causal = true with full-attention layers is not supported"
-        )
-    return not other if causal is None else causal

@@ -1,4 +1,4 @@
-"""Errors of the configuration and loading layer; each message names the file, the field and both values."""
+"""Errors of configs and loading; each message names the file, the field and both values."""
 
 
 class DFlashError(ValueError):

@@ -1,4 +1,4 @@
-"""Read a Hugging Face `config.json`: typed fields, no silent defaults, unsupported mathematics refused."""
+"""Read a Hugging Face `config.json`: typed fields, unsupported mathematics refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +43,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # nested models of several modalities
     "text_config": (),
     "vision_config": (),
+}
+
+# Fields of draft models with another prediction layout or other parts, with their neutral values.
+DRAFTER_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "is_causal": (False,),
+    "shift_label": (False,),
+    "sample_from_anchor": (False,),
+    "markov_rank": (0,),
+    "pure_draft_prefix_len": (1,),
+    "speculators_model_type": (),
+    "transformer_layer_config": (),
 }
 
 

@@ -6,13 +6,21 @@ from dflash_jax.hf_fields import Fields
 from dflash_jax.rope_config import RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 def check_shape(config: Any) -> None:
     fields = Fields(vars(config), type(config).__name__)
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        fields.integer(name)
-    for name in ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"):
+    for name in _SIZES:
         fields.integer(name)
     if config.num_attention_heads % config.num_key_value_heads:
         raise fields.error(
@@ -63,9 +71,7 @@ def read_shape(fields: Fields) -> dict[str, Any]:
 
 
 def shape_to_hf(config: Any) -> dict[str, Any]:
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
-    names += ("max_position_embeddings", "attention_bias", "sliding_window")
+    names = [*_SIZES, "rms_norm_eps", "attention_bias", "sliding_window"]
     return {
         **{name: getattr(config, name) for name in names},
         "hidden_act": "silu",
@@ -73,3 +79,33 @@ def shape_to_hf(config: Any) -> dict[str, Any]:
         "layer_types": list(config.layer_types),
         "use_sliding_window": config.sliding_window is not None,
     }
+
+
+def read_moe(fields: Fields, num_layers: int) -> dict[str, Any]:
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers") or []
+    return {
+        "num_experts": fields.integer("num_experts"),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", default=False),
+        "moe_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    }
+
+
+def read_sliding_causal(fields: Fields, layer_types: tuple[str, ...]) -> bool:
+    """`dflash_config.causal` (vLLM) or `sliding_window_non_causal` (speculators)."""
+    causal = (fields.get("dflash_config") or {}).get("causal")
+    other = fields.get("sliding_window_non_causal")
+    for name, value in (("dflash_config.causal", causal), ("sliding_window_non_causal", other)):
+        if value not in (None, True, False):
+            raise fields.error(f"{name} must be true or false, got {value!r}")
+    if causal is not None and other is not None and causal == other:
+        raise fields.error(
+            f"dflash_config.causal = {causal} contradicts sliding_window_non_causal = {other}"
+        )
+    if causal and FULL in layer_types:
+        raise fields.error(
+            "dflash_config.causal = true with full-attention layers is not supported"
+        )
+    return not other if causal is None else causal

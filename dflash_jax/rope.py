@@ -12,13 +12,13 @@ from dflash_jax.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Angular frequency per channel pair, float32 [H/2], and the factor on cos and sin.
 
-    Computed on the host in float32, step for step as in Transformers: at position 40000 one
-    unit in the last place of a frequency is already visible. Never bfloat16.
+    Host arithmetic in float32 in Transformers' order (torch divides a scalar by a tensor as
+    scalar * reciprocal), because position 40000 makes one unit in the last place of a frequency
+    visible; only the power is float64, rounded once. Never bfloat16.
     """
     f32 = np.float32
-    powers_h = np.power(
-        f32(rope.theta), np.arange(0, head_dim, 2).astype(f32) / f32(head_dim), dtype=f32
-    )
+    exponents_h = np.arange(0, head_dim, 2).astype(f32) / f32(head_dim)
+    powers_h = np.power(rope.theta, exponents_h.astype(np.float64)).astype(f32)
     frequencies_h = f32(1.0) / powers_h
     if rope.rope_type == "linear":
         return frequencies_h / f32(rope.factor), 1.0
@@ -34,9 +34,12 @@ def _llama3(rope: RopeConfig, frequencies_h: np.ndarray) -> np.ndarray:
     f32 = np.float32
     factor, low, high = rope.factor, rope.low_freq_factor, rope.high_freq_factor
     original = rope.original_max_position_embeddings
-    assert factor is not None and low is not None and high is not None and original is not None
-    wavelengths_h = f32(2 * math.pi) / frequencies_h
-    smooth_h = (f32(original) / wavelengths_h - f32(low)) / f32(high - low)
+    assert factor is not None
+    assert low is not None
+    assert high is not None
+    assert original is not None
+    wavelengths_h = f32(2 * math.pi) * (f32(1.0) / frequencies_h)
+    smooth_h = (f32(original) * (f32(1.0) / wavelengths_h) - f32(low)) / f32(high - low)
     ramp_h = (1 - smooth_h) * frequencies_h / f32(factor) + smooth_h * frequencies_h
     scaled_h = np.where(wavelengths_h > original / low, frequencies_h / f32(factor), ramp_h)
     return np.where(wavelengths_h < original / high, frequencies_h, scaled_h).astype(f32)
@@ -46,7 +49,8 @@ def _yarn(rope: RopeConfig, head_dim: int, powers_h: np.ndarray) -> np.ndarray:
     """Interpolated below, kept above a range of dimensions given by rotations in the context."""
     f32 = np.float32
     original, factor = rope.original_max_position_embeddings, rope.factor
-    assert original is not None and factor is not None
+    assert original is not None
+    assert factor is not None
 
     def dimension(rotations: float) -> float:
         return (

@@ -140,7 +140,7 @@ def _agreed(fields: Fields, name: str, forms: dict[str, Any]) -> Any:
 
 def _parse(fields: Fields, theta: Any, name: str) -> RopeConfig:
     given = {k: v for k, v in _object(fields, name).items() if v is not None and k != "rope_theta"}
-    types = {k: given.pop(k) for k in ("rope_type", "type") if k in given}
+    types: dict[str, Any] = {k: given.pop(k) for k in ("rope_type", "type") if k in given}
     rope_type = _agreed(fields, f"{name} type", types) or "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error(f"{name} type {rope_type!r} is not supported (only {ROPE_TYPES})")
