@@ -1,0 +1,229 @@
+"""Conversations as token ids with a mask over what the assistant wrote.
+
+The mask is built from the template itself, not by searching for headers: the prompt of turn i is
+`messages[:i]` with the generation prompt, and what follows it in the rendered whole is the turn.
+So user text that contains the assistant's header changes nothing, and a turn counts only where
+its ids decode to the message's content and one end-of-turn token. Templates that rewrite earlier
+turns (Qwen3 takes their thinking out) break that for all but the last turn: then only one turn is
+supervised, after exactly the prompt that generation would see.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from train.conversations import Conversation, Message, UnusableRow
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training row.
+
+    Attributes:
+      id: the record's id.
+      tokens: int32 [T], T <= max_length. Ends with an end-of-turn token only if the text did.
+      loss_mask: bool [T], True on the assistant's tokens, their end-of-turn token included.
+      truncated: tokens were cut off at max_length.
+      last_turn_only: earlier assistant turns are context, not supervised.
+      plain_turns: assistant turns left unsupervised because empty, or tool calls or reasoning in
+        fields of their own, which cannot be checked against `content`.
+    """
+
+    id: str
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    truncated: bool = False
+    last_turn_only: bool = False
+    plain_turns: int = 0
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether some p has loss_mask[p] and loss_mask[p + 1] (dflash.md, section 3)."""
+        return bool(np.any(self.loss_mask[:-1] & self.loss_mask[1:]))
+
+
+class _Unverified(UnusableRow):
+    """A turn whose span in the rendered text is not its content and an end of turn."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A tokenizer with its chat template, used one way in training, evaluation and generation.
+
+    Attributes:
+      tokenizer: a Hugging Face tokenizer with a chat template.
+      enable_thinking: passed to the template; None leaves it to the template's default.
+      end_of_turn_ids: ids that may end an assistant turn: the target's stop ids. None takes every
+        special token of the tokenizer.
+    """
+
+    tokenizer: Any
+    enable_thinking: bool | None = None
+    end_of_turn_ids: tuple[int, ...] | None = None
+    _end_texts: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat_template: conversations cannot be rendered")
+        ids = self.end_of_turn_ids
+        if ids is None:
+            added = self.tokenizer.added_tokens_decoder.items()
+            ids = tuple(i for i, token in added if token.special)
+        texts = {self.tokenizer.convert_ids_to_tokens(i): i for i in ids}
+        object.__setattr__(self, "_end_texts", texts)
+
+    def prompt_text(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """The messages and the generation prompt, rendered."""
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """The ids that generation starts from; a sample's first turn starts from the same ones."""
+        return self._encode(self.prompt_text(messages, tools))
+
+    def sample(self, conversation: Conversation, *, max_length: int) -> Sample:
+        """Renders a conversation, cut at `max_length` tokens.
+
+        All assistant turns are supervised if each can be verified, else the last one that fits.
+
+        Raises:
+          UnusableRow: nothing can be supervised; the reason says why.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [i for i in assistant if _is_plain_text(messages[i])]
+        if not turns:
+            raise UnusableRow("no assistant turn with plain text")
+        try:
+            try:
+                tokens, mask, truncated = self._all_turns(messages, tools, turns, max_length)
+                last_only = False
+            except _Unverified:
+                tokens, mask, truncated = self._last_turn(messages, tools, turns, max_length)
+                last_only = len(turns) > 1
+        except TemplateError as error:
+            raise UnusableRow(f"the chat template refuses it: {str(error)[:80]}") from error
+        return Sample(
+            id=conversation.id,
+            tokens=np.array(tokens, np.int32),
+            loss_mask=np.array(mask, bool),
+            truncated=truncated,
+            last_turn_only=last_only,
+            plain_turns=len(assistant) - len(turns),
+        )
+
+    def _all_turns(self, messages, tools, turns, max_length) -> tuple[list[int], list[bool], bool]:
+        """Every turn after its prompt in ONE rendering, which must tokenize as a whole as it does
+        piece by piece: the ids of turn i's prompt are then a prefix of the sample's."""
+        full = self._render(messages[: turns[-1] + 1], tools, add_generation_prompt=False)
+        tokens: list[int] = []
+        mask: list[bool] = []
+        done = 0
+        for turn in turns:
+            start = self._turn_start(full, messages, tools, turn)
+            if start < done:
+                raise _Unverified("the template moves the assistant's turns")
+            end = self._turn_end(full, start, messages[turn]["content"])
+            context = self._encode(full[done:start])
+            response = self._encode_response(full[start:end])
+            tokens += context + response
+            mask += [False] * len(context) + [True] * len(response)
+            done = end
+            if len(tokens) > max_length:
+                break
+        if not any(mask[:max_length]):
+            raise UnusableRow("the prompt fills max_length")
+        if len(turns) > 1 and self._encode(full[:done]) != tokens:
+            raise _Unverified("an assistant turn's first token merges with the text before it")
+        truncated = len(tokens) > max_length or turn != turns[-1]
+        return tokens[:max_length], mask[:max_length], truncated
+
+    def _last_turn(self, messages, tools, turns, max_length) -> tuple[list[int], list[bool], bool]:
+        """One turn after its own prompt: the last whose prompt leaves room for two tokens."""
+        low, high = 0, len(turns) - 1
+        probe, best = high, None
+        while low <= high:  # prompts grow with the turn
+            prompt = self.prompt_ids(messages[: turns[probe]], tools)
+            if len(prompt) + 2 <= max_length:
+                best, low = (turns[probe], prompt), probe + 1
+            else:
+                high = probe - 1
+            probe = (low + high) // 2
+        if best is None:
+            raise UnusableRow("the prompt fills max_length")
+        turn, prompt = best
+        full = self._render(messages[: turn + 1], tools, add_generation_prompt=False)
+        start = self._turn_start(full, messages, tools, turn)
+        response = self._encode_response(
+            full[start : self._turn_end(full, start, messages[turn]["content"])]
+        )
+        tokens = prompt + response
+        mask = [False] * len(prompt) + [True] * len(response)
+        truncated = len(tokens) > max_length or turn != turns[-1]
+        return tokens[:max_length], mask[:max_length], truncated
+
+    def _turn_start(self, full: str, messages, tools, turn: int) -> int:
+        prompt = self.prompt_text(messages[:turn], tools)
+        if not full.startswith(prompt):
+            raise _Unverified("the generation prompt is not a prefix of the rendered turn")
+        return len(prompt)
+
+    def _turn_end(self, full: str, start: int, content: str) -> int:
+        """Where content + end of turn ends. Templates may trim the content's outer whitespace."""
+        for text in dict.fromkeys((content, content.lstrip(), content.rstrip(), content.strip())):
+            if full.startswith(text, start):
+                at = start + len(text)
+                for end_text in self._end_texts:
+                    if full.startswith(end_text, at):
+                        return at + len(end_text)
+        raise _Unverified("the template does not render content + end of turn as they are")
+
+    def _encode_response(self, text: str) -> list[int]:
+        ids = self._encode(text)
+        decoded = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        if decoded != text:
+            raise _Unverified("the assistant's ids do not decode to its text")
+        stops = self.end_of_turn_ids if self.end_of_turn_ids is not None else ids[-1:]
+        if ids[-1] not in self._end_texts.values() or any(i in stops for i in ids[:-1]):
+            raise _Unverified("an end of turn inside the assistant's text")
+        return ids
+
+    def _render(self, messages, tools, *, add_generation_prompt: bool) -> str:
+        options = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        if not messages:
+            return ""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **options,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes the special tokens itself; verbose=False: length is our own affair.
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def sample_from_ids(
+    id: str, prompt_ids: list[int], response_ids: list[int], *, max_length: int
+) -> Sample:
+    """A sample of a recorded response: the ids as they are, nothing added, cut at max_length.
+
+    `response_ids` has its stop token only if the target produced one.
+    """
+    if len(prompt_ids) >= max_length:
+        raise UnusableRow("the prompt fills max_length")
+    if not response_ids:
+        raise UnusableRow("empty response")
+    tokens = np.array([*prompt_ids, *response_ids], np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt_ids)
+    return Sample(id, tokens[:max_length], mask[:max_length], truncated=len(tokens) > max_length)
+
+
+def _is_plain_text(message: Message) -> bool:
+    fields = message.get("tool_calls") or message.get("reasoning_content")
+    return bool(message["content"].strip()) and not fields

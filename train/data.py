@@ -1,0 +1,362 @@
+"""Training rows: files -> token store -> Grain batches of one static shape.
+
+Read are conversation files (`conversations.py`) and regenerated files, told apart by their keys.
+A regenerated file (written by scripts/regenerate.py) is JSONL, one row a prompt:
+
+    {"id": str,                the source record's id
+     "prompt_ids": [int],      what generation started from: template, thinking mode, all applied
+     "response_ids": [int],    the target's tokens, the stop token included where it came
+     "finish_reason": "stop" | "length",
+     "temperature": float, "seed": int,
+     "messages": [{"role", "content"}],   the prompt's messages, without the response
+     "target": str}            name of the target that answered
+
+Ids are used verbatim; a response that ended by length gets no end-of-sequence token. Rows are not
+packed: one sample a row, padded on the right.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.chat import ChatFormat, Sample, sample_from_ids
+from train.conversations import (
+    ReadReport,
+    Selector,
+    UnusableRow,
+    first_user_text,
+    normalise,
+    read_rows,
+    resolve_path,
+)
+
+
+@dataclass
+class DataReport(ReadReport):
+    """What became of the rows: rows = kept + sum(unusable). Print it.
+
+    Attributes:
+      regenerated: kept rows that came as recorded ids.
+      truncated: kept rows that were cut at max_length.
+      last_turn_only: kept rows of several assistant turns, of which one is supervised.
+      plain_turns: assistant turns of kept rows left unsupervised (empty, tool calls, reasoning).
+      tokens, supervised_tokens: of the kept rows.
+    """
+
+    regenerated: int = 0
+    truncated: int = 0
+    last_turn_only: int = 0
+    plain_turns: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kept} of {self.rows} rows kept ({self.regenerated} regenerated), "
+            f"{self.tokens} tokens, {self.supervised_tokens} supervised"
+        ]
+        lines += [f"  left out, {reason}: {n}" for reason, n in self.unusable.most_common()]
+        notes = {
+            **self.adjusted,
+            "cut at max_length": self.truncated,
+            "only the last turn supervised": self.last_turn_only,
+            "assistant turns without plain text, unsupervised": self.plain_turns,
+        }
+        lines += [f"  kept, {note}: {n}" for note, n in notes.items() if n]
+        lines += [f"  {text}" for text in self.broken]
+        return "\n".join(lines)
+
+
+class TokenStore:
+    """Samples as flat arrays; a random-access source for Grain.
+
+    Item i is `{"tokens": int32 [T], "loss_mask": bool [T], "sample_id": i}`; `ids[i]` is the
+    record's own id.
+    """
+
+    def __init__(self, samples: Iterable[Sample]):
+        samples = list(samples)
+        if not samples:
+            raise ValueError("no training samples")
+        self.ids = [sample.id for sample in samples]
+        self.lengths = np.array([len(sample.tokens) for sample in samples])
+        self._ends = np.cumsum(self.lengths)
+        self._tokens = np.concatenate([sample.tokens for sample in samples])
+        self._mask = np.concatenate([sample.loss_mask for sample in samples])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        end = self._ends[index]
+        part = slice(end - self.lengths[index], end)
+        return {
+            "tokens": self._tokens[part],
+            "loss_mask": self._mask[part],
+            "sample_id": int(index),
+        }
+
+    def checksum(self) -> str:
+        """Of tokens, masks and lengths: saved with a run, it shows that a resume has its data."""
+        digest = hashlib.sha256()
+        for array in (self.lengths.astype(np.int64), self._tokens, self._mask):
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def load_samples(
+    files: str | Path | Sequence[str | Path],
+    chat: ChatFormat | None,
+    *,
+    max_length: int,
+    vocab_size: int,
+    target_name: str | None = None,
+    held_out_fraction: float = 0.0,
+    held_out: bool = False,
+    on_truncation: str = "error",
+    limit: int | None = None,
+) -> tuple[TokenStore, DataReport]:
+    """Reads, renders and masks all rows of the files.
+
+    Args:
+      files: paths or aliases, of conversations or regenerated rows.
+      chat: renders conversations and checks the prompts of regenerated rows; None: rows of ids
+        only, unchecked.
+      max_length: tokens a sample may have; longer ones are cut.
+      vocab_size: rows of the target's embedding; an id beyond it is an error.
+      target_name: the target that regenerated rows must name; None takes any.
+      held_out_fraction, held_out: the split and which side of it to read.
+      on_truncation: "error" or "keep", for broken files (`read_rows`).
+      limit: stop after so many kept rows.
+
+    Raises:
+      ValueError: a broken file, ids outside the vocabulary, another target's or template's rows,
+        or no usable row at all (with the counts).
+    """
+    files = [files] if isinstance(files, (str, Path)) else list(files)
+    report = DataReport()
+    selector = Selector(held_out_fraction, held_out)
+    samples: list[Sample] = []
+    for name in files:
+        path = resolve_path(name)
+        for index, row in enumerate(read_rows(path, on_truncation=on_truncation, report=report)):
+            if limit is not None and len(samples) >= limit:
+                break
+            report.rows += 1
+            try:
+                if _is_regenerated(row):
+                    _check_row(row, f"{path}: row {index}", chat, target_name)
+                    sample = _regenerated_sample(row, index, selector, max_length)
+                    report.regenerated += 1
+                else:
+                    sample = _conversation_sample(row, index, selector, chat, max_length, report)
+            except UnusableRow as error:
+                report.unusable[error.reason] += 1
+                continue
+            if sample.tokens.min() < 0 or sample.tokens.max() >= vocab_size:
+                raise ValueError(
+                    f"{path}: row {index} has token ids {sample.tokens.min()}.."
+                    f"{sample.tokens.max()}, the target's vocab_size is {vocab_size}"
+                )
+            samples.append(sample)
+            report.truncated += sample.truncated
+            report.last_turn_only += sample.last_turn_only
+            report.plain_turns += sample.plain_turns
+    report.kept = len(samples)
+    if not samples:
+        raise ValueError(f"no usable row in {', '.join(map(str, files))}:\n{report}")
+    report.tokens = sum(len(sample.tokens) for sample in samples)
+    report.supervised_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    return TokenStore(samples), report
+
+
+def _is_regenerated(row: Any) -> bool:
+    return isinstance(row, dict) and "prompt_ids" in row and "response_ids" in row
+
+
+def _check_row(row: dict, where: str, chat: ChatFormat | None, target_name: str | None) -> None:
+    """A regenerated row must be this target's, and its prompt rendered as this run renders it."""
+    if target_name is not None and row.get("target") != target_name:
+        raise ValueError(
+            f"{where}: regenerated by target {row.get('target')!r}, this run trains for "
+            f"{target_name!r}"
+        )
+    for key in ("prompt_ids", "response_ids"):
+        if not all(isinstance(i, int) for i in row[key]):
+            raise ValueError(f"{where}: {key} is not a list of ids")
+    if chat is not None and row.get("messages"):
+        expected = chat.prompt_ids(row["messages"], row.get("tools"))
+        if expected != row["prompt_ids"]:
+            raise ValueError(
+                f"{where}: prompt_ids has {len(row['prompt_ids'])} ids, its messages render to "
+                f"{len(expected)} (or others): the file has another chat template or thinking "
+                f"mode than this run (enable_thinking={chat.enable_thinking})"
+            )
+
+
+def _regenerated_sample(row: dict, index: int, selector: Selector, max_length: int) -> Sample:
+    prompt_ids, response_ids = row["prompt_ids"], row["response_ids"]
+    messages = row.get("messages") or []
+    if any(message.get("role") == "user" for message in messages):
+        key: str | bytes = first_user_text(messages)
+    else:
+        key = np.array(prompt_ids, np.int64).tobytes()
+    selector.check([prompt_ids, response_ids], key)
+    id = str(row.get("id", index))
+    return _with_anchor(sample_from_ids(id, prompt_ids, response_ids, max_length=max_length))
+
+
+def _conversation_sample(
+    row: Any,
+    index: int,
+    selector: Selector,
+    chat: ChatFormat | None,
+    max_length: int,
+    report: DataReport,
+) -> Sample:
+    conversation, dropped = normalise(row, index)
+    selector.check(conversation.messages, first_user_text(conversation.messages))
+    if chat is None:
+        raise ValueError("conversation rows need a tokenizer with a chat template, got none")
+    sample = _with_anchor(chat.sample(conversation, max_length=max_length))
+    report.adjusted["leading assistant turns removed"] += dropped
+    return sample
+
+
+def _with_anchor(sample: Sample) -> Sample:
+    if not sample.has_anchor:
+        raise UnusableRow("no anchor: no two supervised tokens in a row within max_length")
+    return sample
+
+
+def num_batches(
+    rows: int, *, batch_size: int, epochs: int | None, drop_remainder: bool = True
+) -> int | None:
+    """Batches of `make_loader`; None: without end. The remainder falls at the end of the run only,
+    since batches run across the edges of epochs."""
+    if epochs is None:
+        return None
+    total = rows * epochs
+    return total // batch_size if drop_remainder else -(-total // batch_size)
+
+
+def make_loader(
+    store: TokenStore,
+    *,
+    batch_size: int,
+    seq_length: int,
+    seed: int,
+    epochs: int | None = None,
+    shuffle: bool = True,
+    host_index: int = 0,
+    host_count: int = 1,
+    drop_remainder: bool = True,
+    pad_id: int = 0,
+) -> grain.IterDataset:
+    """Batches of this host; `iter()` of it has `get_state` / `set_state`, exact on resume.
+
+    Position p of the shuffled, repeated rows goes to host p % host_count, so that the hosts'
+    shards are disjoint and complete in every epoch, and step s has the same rows whatever the
+    host count: a run may be resumed on another one.
+
+    Args:
+      store: rows no longer than seq_length.
+      batch_size: rows of all hosts together; divisible by host_count.
+      seq_length: T, the static length; rows are padded on the right with pad_id.
+      seed: of the order; each epoch has its own.
+      epochs: None repeats without end.
+      drop_remainder: True leaves the last rows % batch_size rows of the RUN out; False fills the
+        last batch with empty rows (length 0, mask False, sample_id -1).
+
+    Returns:
+      Batches `{"tokens_BT": int32, "loss_mask_BT": bool, "length_B": int32, "sample_id_B": int32}`,
+      B = batch_size / host_count, all hosts equally many.
+    """
+    if batch_size % host_count or not 0 <= host_index < host_count:
+        raise ValueError(
+            f"batch_size {batch_size} over host {host_index} of {host_count}: the size must be "
+            "divisible, the index below the count"
+        )
+    if store.lengths.max() > seq_length:
+        raise ValueError(f"a row has {store.lengths.max()} tokens, seq_length is {seq_length}")
+    batches = num_batches(
+        len(store), batch_size=batch_size, epochs=epochs, drop_remainder=drop_remainder
+    )
+    if batches == 0:
+        raise ValueError(
+            f"{len(store)} rows x {epochs} epochs are less than one batch of {batch_size}, and "
+            "drop_remainder is set"
+        )
+    rows = grain.MapDataset.source(store)
+    if shuffle:
+        rows = rows.seed(seed).shuffle()
+    rows = rows.repeat(epochs)
+    if batches is not None:
+        size = batches * batch_size
+        if size > len(rows):
+            empty = {"tokens": np.zeros(0, np.int32), "loss_mask": np.zeros(0, bool)}
+            filler = [{**empty, "sample_id": -1}] * (size - len(rows))
+            rows = grain.MapDataset.concatenate([rows, grain.MapDataset.source(filler)])
+        rows = rows[:size]
+    shard = rows[host_index::host_count].map(lambda row: pad_row(row, seq_length, pad_id))
+    # Padding costs microseconds: no threads, so nothing is in flight when the state is taken.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return shard.batch(batch_size // host_count, drop_remainder=True).to_iter_dataset(options)
+
+
+def pad_row(row: dict[str, Any], seq_length: int, pad_id: int = 0) -> dict[str, Any]:
+    """A row of `TokenStore` at its static length; batching stacks these and adds the B axis."""
+    length = len(row["tokens"])
+    tokens = np.full(seq_length, pad_id, np.int32)
+    tokens[:length] = row["tokens"]
+    mask = np.zeros(seq_length, bool)
+    mask[:length] = row["loss_mask"]
+    return {
+        "tokens_BT": tokens,
+        "loss_mask_BT": mask,
+        "length_B": np.int32(length),
+        "sample_id_B": np.int32(row["sample_id"]),
+    }
+
+
+def markov_sequences(
+    count: int,
+    *,
+    vocab_size: int,
+    min_length: int,
+    max_length: int,
+    seed: int,
+    chain_seed: int = 0,
+    branching: int = 2,
+    avoid: Sequence[int] = (),
+) -> list[list[int]]:
+    """Token sequences of a sparse Markov chain: learnable data without text or tokenizer.
+
+    Each token has `branching` successors of which the first comes with probability 0.8. The chain
+    depends on `chain_seed` only, so that train and held-out sequences (other `seed`) share it.
+    `avoid`: ids that never occur (mask, stop and pad ids). Lengths are uniform, both ends included.
+    """
+    allowed = np.setdiff1d(np.arange(vocab_size), np.array(avoid, np.int64))
+    if len(allowed) < branching:
+        raise ValueError(f"{len(allowed)} allowed ids are fewer than branching={branching}")
+    chain = np.random.default_rng(chain_seed)
+    successors = np.stack(
+        [chain.choice(allowed, branching, replace=False) for _ in range(vocab_size)]
+    )
+    odds = np.array([1.0]) if branching == 1 else np.r_[0.8, np.full(branching - 1, 0.2)]
+    odds[1:] /= max(branching - 1, 1)
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(count):
+        length = int(rng.integers(min_length, max_length + 1))
+        steps = rng.choice(branching, length, p=odds)
+        tokens = [int(rng.choice(allowed))]
+        for step in steps[1:]:
+            tokens.append(int(successors[tokens[-1], step]))
+        sequences.append(tokens[:length])
+    return sequences
