@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dflash_jax import cache as kv
 from dflash_jax.cache import KVCache
 from dflash_jax.drafter import DFlashDrafter, block_embeddings
+from dflash_jax.layers import apply
 from dflash_jax.sampling import Sampling, SamplingMode, pick_tokens, token_logprobs
 from dflash_jax.target import Params, TargetModel
 from dflash_jax.verify import RUNNING, accept, truncate
@@ -75,11 +76,11 @@ class BoundTarget:
     params: Params
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        return self.model.apply({"params": self.params}, tokens, method="embed")
+        return apply(self.model, self.params, tokens, method="embed")
 
     def head(self, hidden: jax.Array) -> jax.Array:
         hidden = hidden.astype(self.model.dtype)
-        return self.model.apply({"params": self.params}, hidden, method="head")
+        return apply(self.model, self.params, hidden, method="head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +121,8 @@ class DFlashProposer:
     ) -> KVCache:
         del tokens_BT
         positions_BT = start_B[:, None] + jnp.arange(features_BTM.shape[1])
-        context = self.model.apply({"params": params}, features_BTM, method="fuse")
-        k, v = self.model.apply({"params": params}, context, positions_BT, method="materialize")
+        context = apply(self.model, params, features_BTM, method="fuse")
+        k, v = apply(self.model, params, context, positions_BT, method="materialize")
         return kv.commit(kv.write_layers(state, k, v, start_B), length_B)
 
     def propose(
@@ -135,8 +136,8 @@ class DFlashProposer:
     ) -> jax.Array:
         mask_id = self.model.config.mask_token_id
         block = block_embeddings(bound.embed, anchor_B[:, None], self.block_size, mask_id)
-        hidden = self.model.apply(
-            {"params": params}, block, position_B[:, None], state.k, state.v, method="draft"
+        hidden = apply(
+            self.model, params, block, position_B[:, None], state.k, state.v, method="draft"
         )
         logits = bound.head(hidden[:, 0, 1:])
         if not self.coupled:
@@ -219,7 +220,7 @@ jax.tree_util.register_dataclass(DecodeParams)
 def _forward(
     spec: DecodeSpec, params: DecodeParams, tokens_BT: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    return spec.target.apply({"params": params.target}, tokens_BT, cache, layer_ids=spec.layer_ids)
+    return apply(spec.target, params.target, tokens_BT, cache, layer_ids=spec.layer_ids)
 
 
 def _write_rows(rows_BS: jax.Array, new_BT: jax.Array, start_B: jax.Array) -> jax.Array:

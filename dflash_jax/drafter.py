@@ -4,16 +4,18 @@ training and decoding."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.block_attention import context_block_attention
 from dflash_jax.config import DrafterConfig
-from dflash_jax.layers import INIT, Dtype, GatedMLP, Projection, RMSNorm, rms_norm
+from dflash_jax.layers import INIT, Dtype, GatedMLP, Projection, RMSNorm, apply, rms_norm
 from dflash_jax.rope import apply_rope, rope_cos_sin
 from dflash_jax.target import Params, Target
 
@@ -197,11 +199,11 @@ class DFlashDrafter(nn.Module):
         anchor_positions_BA: jax.Array,
         attention: str = "dense",
     ) -> jax.Array:
-        """The training forward: `draft` over context computed from the features of a whole
-        sequence."""
-        context = self.fuse(features_BSM) positions =
-        jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2]) k, v = self.materialize(context,
-        positions) return self.draft(embeddings_BAGD, anchor_positions_BA, k, v, attention)
+        """The training forward: `draft` over context from the features of a whole sequence."""
+        context = self.fuse(features_BSM)
+        positions = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
+        k, v = self.materialize(context, positions)
+        return self.draft(embeddings_BAGD, anchor_positions_BA, k, v, attention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,17 +259,8 @@ def check_fits(config: DrafterConfig, target: Target, source: str = "drafter con
         )
     if not 0 <= config.mask_token_id < t.vocab_size:
         problems.append(
-            f"mask_token_id: {config.mask_token_id} is outside
-            the target's
-            {t.vocab_size}
-           
-            embedding
-           
-           
-            rows"
-       
-       
-       
+            f"mask_token_id: {config.mask_token_id} is outside the target's {t.vocab_size} "
+            "embedding rows"
         )
     if config.mask_token_id in target.stop_token_ids:
         problems.append(
@@ -278,21 +271,15 @@ def check_fits(config: DrafterConfig, target: Target, source: str = "drafter con
         raise ValueError(f"{source} does not fit target {target.name!r}: " + "; ".join(problems))
 
 
-d
-de def
-block_embeddings block_embeddings
-block_embeddings(
-    embed: Any, anchor_tokens_BA: jax.Array, block_size: int,
-      mask_token_id:
-     
-      int
-)
--> jax.Array
-jax.Array:
-    """The target's embeddings of `[anchor, mask, ..., mask]`, [B, A,
-    G,
-    D].""" tokens = jnp.full((*anchor_tokens_BA.shape, block_size), mask_token_id,
-    jnp.int32) return embed(tokens.at[..., 0].set(anchor_tokens_BA))
+def block_embeddings(
+    embed: Callable[[jax.Array], jax.Array],
+    anchor_tokens_BA: jax.Array,
+    block_size: int,
+    mask_token_id: int,
+) -> jax.Array:
+    """The target's embeddings of `[anchor, mask, ..., mask]`, [B, A, G, D]."""
+    tokens = jnp.full((*anchor_tokens_BA.shape, block_size), mask_token_id, jnp.int32)
+    return embed(tokens.at[..., 0].set(anchor_tokens_BA))
 
 
 def draft_logits(
@@ -306,11 +293,21 @@ def draft_logits(
     """Float32 draft logits_BGV of all slots; slot 0 predicts nothing that is used.
 
     Row b sees `features[b, :anchor_positions[b]]`; the rest is ignored.
+
+    Raises:
+      ValueError: an anchor beyond the features, or an impossible block size.
     """
+    block = block_size or drafter.config.block_size
+    furthest, slots = int(np.max(anchor_positions_B)), features_BSM.shape[1]
+    if block < 1 or not 0 <= int(np.min(anchor_positions_B)) <= furthest <= slots:
+        raise ValueError(
+            f"block_size {block} must be >= 1 and anchor_positions within 0..{slots} (features of "
+            f"{slots} positions are given); the largest is {furthest}"
+        )
     return _draft_logits(
         target.model,
         drafter.model,
-        block_size or drafter.config.block_size,
+        block,
         target.params,
         drafter.params,
         jnp.asarray(features_BSM),
@@ -331,11 +328,11 @@ def _draft_logits(
     anchor_positions_B: jax.Array,
 ) -> jax.Array:
     def embed(tokens: jax.Array) -> jax.Array:
-        return target_model.apply({"params": target_params}, tokens, method="embed")
+        return apply(target_model, target_params, tokens, method="embed")
 
     block = block_embeddings(
         embed, anchor_tokens_B[:, None], block_size, model.config.mask_token_id
     )
-    hidden = model.apply({"params": params}, features_BSM, block, anchor_positions_B[:, None])
+    hidden = apply(model, params, features_BSM, block, anchor_positions_B[:, None])
     hidden = hidden[:, 0].astype(target_model.dtype)
-    return target_model.apply({"params": target_params}, hidden, method="head")
+    return apply(target_model, target_params, hidden, method="head")

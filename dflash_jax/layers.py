@@ -14,6 +14,11 @@ Dtype = Any
 INIT = nn.initializers.normal(0.02)
 
 
+def apply(model: nn.Module, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.apply` on a plain parameter tree."""
+    return model.apply({"params": params}, *args, **kwargs)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32.
 

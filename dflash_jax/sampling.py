@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.attention import MASKED
+
+Rows = Any  # an array with one entry a row; numpy on the host
 
 
 class SamplingMode(enum.Enum):
@@ -39,10 +42,10 @@ class Sampling:
       seed_B: uint32.
     """
 
-    temperature_B: jax.Array
-    top_k_B: jax.Array
-    top_p_B: jax.Array
-    seed_B: jax.Array
+    temperature_B: Rows
+    top_k_B: Rows
+    top_p_B: Rows
+    seed_B: Rows
 
 
 def filter_logits(logits_BGV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:

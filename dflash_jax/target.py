@@ -15,7 +15,15 @@ from dflash_jax import cache as kv
 from dflash_jax.attention import attend
 from dflash_jax.cache import KVCache
 from dflash_jax.config import TargetConfig
-from dflash_jax.layers import INIT, Dtype, GatedMLP, MixtureOfExperts, Projection, RMSNorm
+from dflash_jax.layers import (
+    INIT,
+    Dtype,
+    GatedMLP,
+    MixtureOfExperts,
+    Projection,
+    RMSNorm,
+    apply,
+)
 from dflash_jax.masks import causal_mask, within_window
 from dflash_jax.rope import apply_rope, rope_cos_sin
 
@@ -296,5 +304,5 @@ def target_forward(
 def _forward(
     model: TargetModel, params: Params, tokens_BT: jax.Array, layer_ids: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    hidden, features, _ = model.apply({"params": params}, tokens_BT, layer_ids=layer_ids)
-    return model.apply({"params": params}, hidden, method="head"), features
+    hidden, features, _ = apply(model, params, tokens_BT, layer_ids=layer_ids)
+    return apply(model, params, hidden, method="head"), features
