@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.attention import masked_softmax
+from dflash_jax.block_attention_vjp import chunked_attention
 from dflash_jax.masks import block_masks
+
+IMPLEMENTATIONS = ("dense", "chunked")
 
 
 def context_block_attention(
@@ -24,6 +27,7 @@ def context_block_attention(
     window: int | None,
     causal: bool,
     implementation: str = "dense",
+    chunk_anchors: int = 16,
 ) -> jax.Array:
     """Attention of A blocks a row against shared context and, each, its own slots.
 
@@ -34,39 +38,64 @@ def context_block_attention(
       anchor_positions_BA: int32; a block anchored at 0 sees itself only.
       window: sliding window length, or None; see `masks.block_masks`.
       causal: slot `k` sees block slots `<= k` only.
-      implementation: "dense", the specification.
+      implementation: "dense", the specification: all scores at once, right for decoding (A = 1).
+        "chunked", for training: the same values and gradients within the memory of a few anchors.
+      chunk_anchors: anchors a row whose scores are alive at once, of "chunked".
 
     Returns:
       [B, A, G, N, H] in the dtype of `q`. Scale 1/sqrt(H), softmax in float32.
+
+    Raises:
+      ValueError: an unknown implementation, or no anchor in a chunk.
     """
-    if implementation != "dense":
-        raise ValueError(f"implementation: {implementation!r} is not 'dense'")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: {implementation!r} is not one of {IMPLEMENTATIONS}")
+    if chunk_anchors < 1:
+        raise ValueError(f"chunk_anchors: {chunk_anchors} must be at least 1")
     batch, anchors, block, heads, head_dim = q_BAGNH.shape
-    kv_heads, slots = context_k_BKSH.shape[1:3]
-    q = (q_BAGNH * head_dim**-0.5).reshape(
-        batch, anchors, block, kv_heads, heads // kv_heads, head_dim
-    )
+    kv_heads = context_k_BKSH.shape[1]
+    groups = heads // kv_heads
+    q_BAGKRH = (q_BAGNH * head_dim**-0.5).reshape(batch, anchors, block, kv_heads, groups, head_dim)
+    keys_values = context_k_BKSH, context_v_BKSH, block_k_BAGKH, block_v_BAGKH
+    if implementation == "chunked":
+        out = chunked_attention(
+            q_BAGKRH,
+            *keys_values,
+            anchor_positions_BA,
+            window=window,
+            causal=causal,
+            chunk_anchors=min(chunk_anchors, anchors),
+        )
+    else:
+        out = _dense(q_BAGKRH, *keys_values, anchor_positions_BA, window=window, causal=causal)
+    return out.reshape(q_BAGNH.shape).astype(q_BAGNH.dtype)
+
+
+def _dense(
+    q_BAGKRH: jax.Array,
+    context_k_BKSH: jax.Array,
+    context_v_BKSH: jax.Array,
+    block_k_BAGKH: jax.Array,
+    block_v_BAGKH: jax.Array,
+    anchor_positions_BA: jax.Array,
+    *,
+    window: int | None,
+    causal: bool,
+) -> jax.Array:
+    """The specification: one softmax over a mask; queries come scaled."""
+    slots, block = context_k_BKSH.shape[2], q_BAGKRH.shape[2]
     scores_context = jnp.einsum(
-        "bagkrh,bksh->bkrags",
-        q,
-        context_k_BKSH,
-        preferred_element_type=jnp.float32,
+        "bagkrh,bksh->bkrags", q_BAGKRH, context_k_BKSH, preferred_element_type=jnp.float32
     )
     scores_block = jnp.einsum(
-        "bagkrh,bajkh->bkragj", q, block_k_BAGKH, preferred_element_type=jnp.float32
+        "bagkrh,bajkh->bkragj", q_BAGKRH, block_k_BAGKH, preferred_element_type=jnp.float32
     )
     mask_context, mask_block = block_masks(
         anchor_positions_BA, block, slots, window=window, causal=causal
     )
-    mask = jnp.concatenate(
-        [
-            mask_context,
-            jnp.broadcast_to(mask_block, (batch, anchors, block, block)),
-        ],
-        axis=-1,
-    )[:, None, None]
+    mask_block = jnp.broadcast_to(mask_block, (*mask_context.shape[:-1], block))
+    mask = jnp.concatenate([mask_context, mask_block], axis=-1)[:, None, None]
     probs = masked_softmax(jnp.concatenate([scores_context, scores_block], axis=-1), mask)
     probs = probs.astype(context_v_BKSH.dtype)
     out = jnp.einsum("bkrags,bksh->bagkrh", probs[..., :slots], context_v_BKSH)
-    out += jnp.einsum("bkragj,bajkh->bagkrh", probs[..., slots:], block_v_BAGKH)
-    return out.reshape(q_BAGNH.shape).astype(q_BAGNH.dtype)
+    return out + jnp.einsum("bkragj,bajkh->bagkrh", probs[..., slots:], block_v_BAGKH)
