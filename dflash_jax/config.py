@@ -116,13 +116,14 @@ class TargetConfig:
             raise fields.error("sliding_window is not supported for model_type 'llama'")
         if model_type == "qwen3_moe":
             values |= read_moe(fields, layers)
-        return cls(
-            model_type=model_type,
-            # Transformers' own default where the key is absent, for all three model types.
-            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            mlp_bias=model_type == "llama" and fields.flag("mlp_bias", default=False),
-            **values,
-        )
+        # Transformers' own default where the key is absent, for all three model types.
+        values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", default=False)
+        if model_type == "llama":
+            values["mlp_bias"] = fields.flag("mlp_bias", default=False)
+        try:
+            return cls(model_type=model_type, **values)
+        except ConfigError as error:
+            raise fields.error(str(error)) from None
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that `from_hf` reads back equal."""

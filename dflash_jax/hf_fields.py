@@ -128,7 +128,8 @@ class Fields:
         """Per-layer attention types and the sliding window in tokens (None: no sliding layer).
 
         `use_sliding_window: false` switches the window off whatever number or types are present.
-        Without `layer_types`, Qwen3 slides the layers from `max_window_layers` on.
+        Without `layer_types`, Qwen3 slides the layers from `max_window_layers` on and Qwen3-MoE
+        all of them.
         """
         use, types = self.get("use_sliding_window"), self.get("layer_types")
         window = self.either("sliding_window", "dflash_config")
@@ -156,7 +157,8 @@ class Fields:
                         "layer_types says which layers slide"
                     )
                 return full, None
-            first = self.integer("max_window_layers", minimum=0)
+            every = self.get("model_type") == "qwen3_moe"
+            first = 0 if every else self.integer("max_window_layers", minimum=0)
             types = [full[0] if i < first else "sliding_attention" for i in range(num_layers)]
         if "sliding_attention" not in types:
             return full, None
