@@ -71,6 +71,12 @@ class ChatFormat:
         if ids is None:
             added = self.tokenizer.added_tokens_decoder.items()
             ids = tuple(i for i, token in added if token.special)
+        if any(not 0 <= i < len(self.tokenizer) for i in ids):
+            raise ValueError(
+                f"end_of_turn_ids {ids} are not all ids of the tokenizer ({len(self.tokenizer)})"
+            )
+        if not ids:
+            raise ValueError("no end-of-turn token: give end_of_turn_ids")
         texts = {self.tokenizer.convert_ids_to_tokens(i): i for i in ids}
         object.__setattr__(self, "_end_texts", texts)
 

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import sys
 import warnings
 import zlib
 from collections import Counter
@@ -160,11 +161,11 @@ def read_rows(
 
 
 def _open(path: Path) -> BinaryIO:
-    stream = path.open("rb")
-    zipped = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    binary: Any = gzip.GzipFile(fileobj=stream) if zipped else stream
-    buffered = io.BufferedReader(binary)
+    with path.open("rb") as stream:
+        zipped = stream.read(2) == b"\x1f\x8b"
+    # Typed Any: both are raw streams, but GzipFile's stub does not say so.
+    raw: Any = gzip.GzipFile(path) if zipped else path.open("rb", buffering=0)
+    buffered = io.BufferedReader(raw)
     if buffered.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is not JSON
         buffered.read(3)
     return buffered
@@ -185,20 +186,21 @@ def _first_byte(path: Path) -> bytes | None:
 
 
 class _Reader:
-    """Feeds a parser and counts: `fed` bytes so far, one at a time from offset `fine_from` on."""
+    """Feeds a parser and counts: from byte `fine_from` on in pieces of `fine_size`.
 
-    def __init__(self, stream: BinaryIO, fine_from: int | None = None):
-        self.stream, self.fine_from = stream, fine_from
-        self.fed = self.last = 0
+    `start` is where the last piece began, `ended` whether it was empty.
+    """
+
+    def __init__(self, stream: BinaryIO, fine_from: int = sys.maxsize, fine_size: int = 1):
+        self.stream, self.fine_from, self.fine_size = stream, fine_from, fine_size
+        self.start = self.end = 0
         self.ended = False
 
     def read(self, size: int = -1) -> bytes:
-        if self.fine_from is not None and size:
-            size = 1 if self.fed >= self.fine_from else min(size, self.fine_from - self.fed)
-        data = self.stream.read(size)
+        fine = self.end >= self.fine_from
+        data = self.stream.read(min(size, self.fine_size if fine else self.fine_from - self.end))
+        self.start, self.end = self.end, self.end + len(data)
         self.ended = size != 0 and not data
-        self.last = len(data)
-        self.fed += len(data)
         return data
 
 
@@ -210,28 +212,30 @@ def _read_array(path: Path, problems: list[str]) -> Iterator[Any]:
             for row in ijson.items(reader, "item", use_float=True):
                 yield row
                 count += 1
-        except (ijson.JSONError, *_UNZIP_ERRORS) as error:
-            # The first lines of yajl's message say what it met; the rest draws an arrow.
+        except ijson.JSONError as error:
+            # The first line of yajl's message says what it met; the rest draws an arrow.
             reason = str(error).splitlines()[0].removeprefix("parse error: ").strip()
-            where = f"after record {count}"
-            if isinstance(error, _UNZIP_ERRORS):
-                offset = reader.fed
-            else:
-                offset = _break_offset(path, fine_from=reader.fed - reader.last)
-                where += " (cut off at its end)" if reader.ended else ""
+            where = f"after record {count}" + (" (cut off at its end)" if reader.ended else "")
+            offset = reader.end if reader.ended else _break_offset(path, reader.start)
             problems.append(f"JSON array breaks {where}, at byte {offset}: {reason}")
+        except _UNZIP_ERRORS as error:
+            problems.append(
+                f"JSON array breaks after record {count}, at byte {reader.end}: {error}"
+            )
 
 
-def _break_offset(path: Path, fine_from: int) -> int:
-    """The byte at which the array stops being JSON: a second pass, byte by byte near the break."""
-    with _open(path) as stream:
-        reader = _Reader(stream, fine_from)
-        try:
-            for _ in ijson.basic_parse(reader):
-                pass
-        except (ijson.JSONError, *_UNZIP_ERRORS):
-            pass
-        return reader.fed if reader.ended else reader.fed - 1
+def _break_offset(path: Path, start: int) -> int:
+    """The byte at which the array stops being JSON: read again, in ever smaller pieces from
+    `start` on (the parser looks at an unfinished string anew for each piece, hence two steps)."""
+    for size in (256, 1):
+        with _open(path) as stream:
+            reader = _Reader(stream, start, size)
+            try:
+                for _ in ijson.basic_parse(reader):
+                    pass
+            except ijson.JSONError:
+                start = reader.start
+    return start
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[Any]:

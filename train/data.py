@@ -187,7 +187,7 @@ def _check_row(row: dict, where: str, chat: ChatFormat | None, target_name: str 
             f"{target_name!r}"
         )
     for key in ("prompt_ids", "response_ids"):
-        if not all(isinstance(i, int) for i in row[key]):
+        if not isinstance(row[key], list) or not all(isinstance(i, int) for i in row[key]):
             raise ValueError(f"{where}: {key} is not a list of ids")
     if chat is not None and row.get("messages"):
         expected = chat.prompt_ids(row["messages"], row.get("tools"))
