@@ -25,7 +25,8 @@ esac
 # One line: version, whether it is new enough, and a hash of what decides the environment's content.
 facts=$("$python" -c 'import hashlib, sys
 content = b"".join(open(name, "rb").read() for name in sys.argv[1:])
-print("%d.%d.%d" % sys.version_info[:3], sys.version_info >= (3, 11), hashlib.sha256(content).hexdigest())' \
+digest = hashlib.sha256(content).hexdigest()
+print("%d.%d.%d %s %s" % (sys.version_info[:3] + (sys.version_info >= (3, 11), digest)))' \
   pyproject.toml scripts/setup.sh 2>/dev/null) ||
   die "'$python' does not run; Python 3.11 or newer is needed (PYTHON=/path/to/python3 chooses one)"
 read -r version new_enough hash <<<"$facts"
