@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,16 @@ class Proposer(Protocol):
         pick: Pick,
     ) -> jax.Array:
         """Ids [B, G - 1] for positions `position + 1 ..`; `position` is the anchor's."""
+
+
+@runtime_checkable
+class ForcedAcceptance(Protocol):
+    """What a proposer may have besides, for cost measurements: the acceptance is then its choice
+    and the output is not the target's."""
+
+    def forced_drafts(self, cycles_B: jax.Array) -> jax.Array:
+        """Drafts to accept in this cycle, right or wrong, [B] in 0..G-1; `cycles_B` is the number
+        of cycles each row has been through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,12 +329,16 @@ def cycle(spec: DecodeSpec, params: DecodeParams, state: DecodeState) -> DecodeS
     hidden, features, cache = _forward(spec, params, block_BG, state.cache)
     logits_BGV = bound.head(hidden)
     emitted_BG = pick(logits_BGV, position_B[:, None] + jnp.arange(1, block + 1))
+    forced_B = None
+    if isinstance(spec.proposer, ForcedAcceptance):
+        forced_B = spec.proposer.forced_drafts(state.cycles_B)
     taken = accept(
         drafts_BD,
         emitted_BG,
         state.finish_B,
         state.limit_B - 1 - position_B,
         state.stop_ids_BN,
+        forced_B,
     )
     end_B = position_B + taken.count_B
     draft = state.draft

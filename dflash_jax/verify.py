@@ -41,6 +41,7 @@ def accept(
     finish_B: jax.Array,
     remaining_B: jax.Array,
     stop_ids_BN: jax.Array,
+    forced_B: jax.Array | None = None,
 ) -> Acceptance:
     """Decides what a block commits.
 
@@ -50,8 +51,10 @@ def accept(
       finish_B: state before the cycle; finished rows commit nothing.
       remaining_B: tokens the row may still emit, >= 1 where it is running.
       stop_ids_BN: stop ids, padded with -1.
+      forced_B: drafts to accept, right or wrong, in 0..G-1: for cost measurements only. The output
+        is then not the target's. None = lossless.
     """
-    whole = accepted_drafts(drafts_BD, target_BG) + 1
+    whole = (accepted_drafts(drafts_BD, target_BG) if forced_B is None else forced_B) + 1
     count, finish = truncate(target_BG, whole, remaining_B, stop_ids_BN)
     running = finish_B == RUNNING
     return Acceptance(
