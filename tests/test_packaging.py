@@ -116,7 +116,7 @@ assert not loaded, loaded
 def test_suite_runs_on_eight_devices_in_full_precision() -> None:
     if os.environ["JAX_PLATFORMS"] == "cpu":
         assert jax.device_count() == 8
-    assert jax.config.read("jax_default_matmul_precision") == "highest"
+    assert jax.config.values["jax_default_matmul_precision"] == "highest"
 
 
 def test_slow_tests_run_only_on_request(tmp_path: Path) -> None:
