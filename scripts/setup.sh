@@ -35,9 +35,9 @@ read -r version new_enough hash <<<"$facts"
 
 base="$version $root"
 current() {
-  local name
-  for name in $accepted; do
-    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$base $hash $name" ]] && return 0
+  local finished
+  for finished in $accepted; do
+    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$base $hash $finished" ]] && return 0
   done
   return 1
 }
@@ -45,13 +45,14 @@ if current; then exit 0; fi
 
 # One set-up at a time; who waited finds the work done.
 mkdir -p .cache
-exec 9>".cache/setup-${venv//\//_}.lock"
+name=${venv//\//_}
+exec 9>".cache/setup-$name.lock"
 if command -v flock >/dev/null; then
   flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
 fi
 if current; then exit 0; fi
 
-log=$root/.cache/setup-${venv//\//_}.log
+log=$root/.cache/setup-$name.log
 : >"$log"
 step() { # step MESSAGE COMMAND...: one line each; the log is shown only on failure
   local message=$1 start=$SECONDS
@@ -65,14 +66,20 @@ step() { # step MESSAGE COMMAND...: one line each; the log is shown only on fail
 }
 pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check --no-input; }
 
-# Another interpreter, or a moved repository: paths inside the old environment are wrong.
+# Keep an environment only if a set-up with this interpreter and in this place finished: after a killed one, pip itself
+# may be broken. An environment that is not ours is left alone.
+made=.cache/setup-$name.made
 clear=()
-if [[ -d $venv ]] && ! { [[ -f $venv/base && $(<"$venv/base") == "$base" ]] && "$venv/bin/python" -c ''; } 2>/dev/null; then
-  clear=(--clear)
+if [[ -d $venv ]]; then
+  [[ -f $made || -f $venv/stamp ]] ||
+    die "$venv exists and was not made by this script: remove it, or choose another folder with VENV=..."
+  if ! [[ -f $venv/stamp && $(<"$venv/stamp") == "$base "* ]] || ! "$venv/bin/python" -c '' 2>/dev/null; then
+    clear=(--clear)
+  fi
 fi
+touch "$made"
 rm -f "$venv/stamp"
 step "environment $venv (Python $version)" "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
-echo "$base" >"$venv/base"
 step "pip" pip install --upgrade pip
 step "dflash-jax and its dependencies ($mode)" pip install --editable "$target"
 step "assets ${assets[*]}" pip install --no-deps "${assets[@]}"
