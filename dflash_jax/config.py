@@ -67,8 +67,8 @@ class TargetConfig:
                 "hybrid and recurrent targets cannot roll back a rejected draft"
             )
         check_shape(self)
-        if not self.moe_layers:
-            object.__setattr__(self, "moe_layers", (False,) * self.num_hidden_layers)
+        moe_layers = tuple(self.moe_layers) or (False,) * self.num_hidden_layers
+        object.__setattr__(self, "moe_layers", moe_layers)
         if len(self.moe_layers) != self.num_hidden_layers:
             raise ConfigError(
                 f"TargetConfig: moe_layers has {len(self.moe_layers)} entries but "
@@ -261,6 +261,7 @@ class DrafterConfig:
     sliding_causal: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         check_shape(self)
         fields = Fields(vars(self), "DrafterConfig")
         fields.integer("block_size")

@@ -103,32 +103,40 @@ class GGUFFile:
                 f"(unknown keys {unknown})"
             )
         heads, hidden = get("attention.head_count"), get("embedding_length")
+        if not isinstance(heads, int):
+            raise ConfigError(f"{self.path}: llama.attention.head_count differs by layer: {heads}")
         head_dim = meta.get("llama.attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if meta.get(f"llama.{key}", head_dim) != head_dim:
-                raise ConfigError(
-                    f"{self.path}: llama.{key} {get(key)} differs from the head size {head_dim}"
-                )
         if "model.embed_tokens.weight" not in self._tensors:
             raise WeightsError(f"{self.path}: token_embd.weight is missing")
+        vocab_size = self.shape("model.embed_tokens.weight")[0]
+        for key, expected in (
+            ("attention.value_length", head_dim),
+            ("rope.dimension_count", head_dim),
+            ("vocab_size", vocab_size),
+        ):
+            if meta.get(f"llama.{key}", expected) != expected:
+                raise ConfigError(f"{self.path}: llama.{key} is {get(key)}, expected {expected}")
         biased = [name for name in self._tensors if name.endswith("_proj.bias")]
-        return TargetConfig(
-            model_type="llama",
-            vocab_size=self.shape("model.embed_tokens.weight")[0],
-            hidden_size=hidden,
-            num_hidden_layers=get("block_count"),
-            num_attention_heads=heads,
+        values = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": heads,
             # The specification's default: without this key, no grouped-query attention.
-            num_key_value_heads=meta.get("llama.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            intermediate_size=get("feed_forward_length"),
-            rms_norm_eps=_shortest(get("attention.layer_norm_rms_epsilon")),
-            rope=self._read_rope(head_dim),
-            max_position_embeddings=get("context_length"),
-            tie_word_embeddings="lm_head.weight" not in self._tensors,
-            attention_bias=any("self_attn" in name for name in biased),
-            mlp_bias=any(".mlp." in name for name in biased),
-        )
+            "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "intermediate_size": get("feed_forward_length"),
+            "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
+            "rope": self._read_rope(head_dim),
+            "max_position_embeddings": get("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "attention_bias": any("self_attn" in name for name in biased),
+            "mlp_bias": any(".mlp." in name for name in biased),
+        }
+        try:
+            return TargetConfig(model_type="llama", **values)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
 
     def _read_rope(self, head_dim: int) -> RopeConfig:
         theta = _shortest(self._get("rope.freq_base"))

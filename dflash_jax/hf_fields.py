@@ -13,6 +13,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope_interleave": (False,),
     "qk_layernorm": (True,),
     "use_qk_norm": (True,),
+    "qkv_bias": (False,),
     "clip_qkv": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),

@@ -106,11 +106,14 @@ def load_drafter(
     return Drafter(config, DFlashDrafter(config, dtype), params)
 
 
-def export_drafter(drafter: Drafter, out_dir: str | Path) -> Path:
+def export_drafter(drafter: Drafter, out_dir: str | Path, dtype: Any = None) -> Path:
     """Writes `model.safetensors` and `config.json` as published (`dflash.md`, section 4).
 
-    Drafter tensors only, in the dtype of the parameters, bit for bit. Files are written aside
-    and renamed, so a reader never meets a half-written one.
+    Drafter tensors only, bit for bit. Files are written aside and renamed, so a reader never
+    meets a half-written one.
+
+    Args:
+      dtype: of the file, "float32" or "bfloat16"; None keeps that of the parameters.
 
     Returns:
       The folder.
@@ -118,9 +121,11 @@ def export_drafter(drafter: Drafter, out_dir: str | Path) -> Path:
     Raises:
       WeightsError: a parameter is missing, misshapen, NaN or infinite; nothing is written then.
     """
-    tensors = weights.export_tensors(
-        weights.drafter_table(drafter.config), jax.device_get(drafter.params)
-    )
+    params = jax.device_get(drafter.params)
+    if dtype is not None:
+        file_dtype = _compute_dtype(dtype, None)
+        params = jax.tree.map(lambda leaf: leaf.astype(file_dtype), params)
+    tensors = weights.export_tensors(weights.drafter_table(drafter.config), params)
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     if len(dtypes) > 1:
         raise WeightsError(f"cannot export: parameters of several dtypes {dtypes}")

@@ -29,8 +29,9 @@ def check_shape(config: Any) -> None:
         )
     if config.head_dim % 2:
         raise fields.error(f"head_dim {config.head_dim} must be even for RoPE")
-    if not config.layer_types:
-        object.__setattr__(config, "layer_types", (FULL,) * config.num_hidden_layers)
+    # Tuples even where run configs hold lists: configs are static arguments of jit.
+    layer_types = tuple(config.layer_types) or (FULL,) * config.num_hidden_layers
+    object.__setattr__(config, "layer_types", layer_types)
     if len(config.layer_types) != config.num_hidden_layers:
         raise fields.error(
             f"layer_types has {len(config.layer_types)} entries but num_hidden_layers is "

@@ -209,7 +209,7 @@ class SafetensorsSource:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         self._tensors: dict[str, tuple[Path, str, tuple[int, ...], int]] = {}
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map: dict[str, str] = _json(index, index.read_bytes())["weight_map"]
             for file in sorted(set(weight_map.values())):
                 self._add(folder / file)
             absent = sorted(n for n, file in weight_map.items() if self._file(n) != file)
@@ -231,7 +231,7 @@ class SafetensorsSource:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 + length:
                 raise WeightsError(f"{file}: truncated, {size} bytes but a header of {length}")
-            header: dict[str, Any] = json.loads(handle.read(length))
+            header = _json(file, handle.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -257,6 +257,13 @@ class SafetensorsSource:
             if math.prod(shape)
             else (np.empty(shape, _DTYPES[dtype]))
         )
+
+
+def _json(file: Path, content: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise WeightsError(f"{file}: no valid header or index: {error}") from error
 
 
 def check_tensors(table: Table, source: TensorSource, label: str, ignore: Iterable[str]) -> None:

@@ -403,3 +403,15 @@ def test_default_taps():
     for layers, taps in ((4, 5), (6, 0)):
         with pytest.raises(ConfigError, match="taps"):
             default_target_layer_ids(layers, taps)
+
+
+def test_lists_become_tuples_so_that_configs_stay_hashable():
+    config = DrafterConfig.for_target(
+        TargetConfig.tiny(),
+        mask_token_id=3,
+        num_layers=1,
+        target_layer_ids=[1, 3],
+        layer_types=["full_attention"],
+    )
+    assert config.target_layer_ids == (1, 3)
+    assert hash(config) == hash(DrafterConfig.from_hf(config.to_hf()))
