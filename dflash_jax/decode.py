@@ -330,8 +330,9 @@ def cycle(spec: DecodeSpec, params: DecodeParams, state: DecodeState) -> DecodeS
     logits_BGV = bound.head(hidden)
     emitted_BG = pick(logits_BGV, position_B[:, None] + jnp.arange(1, block + 1))
     forced_B = None
-    if isinstance(spec.proposer, ForcedAcceptance):
-        forced_B = spec.proposer.forced_drafts(state.cycles_B)
+    proposer: Any = spec.proposer  # may speak both protocols
+    if isinstance(proposer, ForcedAcceptance):
+        forced_B = proposer.forced_drafts(state.cycles_B)
     taken = accept(
         drafts_BD,
         emitted_BG,
