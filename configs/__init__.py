@@ -1,0 +1,1 @@
+"""One file a run: `get_config()` changes what `common.base()` states."""

@@ -1,0 +1,36 @@
+"""A seeded tiny target and a drafter for it: no files, no network.
+
+    python -m train.main --config=configs/tiny.py --workdir=runs/tiny
+
+The target is random; prompts are random ids and the responses its own. Prompts, responses and
+evaluation rows are drawn anew for every seed, and kept in the workdir.
+
+Hardware: 2 CPU cores. Expected: not measured yet.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    config = common.base()
+    config.target.path = "tiny"
+    config.drafter.update(
+        num_layers=2, num_taps=3, target_layer_ids=(0, 2, 3), block_size=4, mask_token_id=1
+    )
+    config.data.update(max_length=40, batch_size=16, held_out_fraction=0.1)
+    config.synthetic.update(rows=512, prompt_length=8, response_length=32)
+    config.train.update(
+        steps=300,
+        gamma=4.0,
+        epochs=None,
+        num_anchors=8,
+        attention="dense",
+        log_every=10,
+        eval_every=150,
+        checkpoint_every=100,
+    )
+    config.optimizer.update(learning_rate=3e-3)
+    config.eval.update(num_rows=32, num_prompts=8, max_new_tokens=32)
+    return config

@@ -1,0 +1,227 @@
+"""The training loop: `train(settings, workdir)`. Run again with the same workdir, it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dflash_jax.drafter import Drafter
+from train import setup
+from train.checkpoint import Checkpoints, check_resume, describe
+from train.evaluate import decode_prompts, rates, teacher_forced
+from train.metrics import Metrics, NonFiniteError, read_rows
+from train.optimizer import make_optimizer, make_schedule
+from train.settings import Settings
+from train.state import TrainState, create_state
+from train.step import StepMetrics, make_eval_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run has come to.
+
+    Attributes:
+      steps: of the whole run.
+      started_at: the restored step, 0 for a fresh run; equal to `steps` if nothing was left to do.
+      train: the last training row of `metrics.jsonl`.
+      evaluation: the last evaluation row, {} where nothing was held out.
+      seconds: of the steps, without set-up.
+      workdir: holds checkpoints, metrics and data.
+    """
+
+    steps: int
+    started_at: int
+    train: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+    seconds: float
+    workdir: Path
+
+    def table(self) -> Table:
+        """The last numbers, to print."""
+        table = Table("", "train (last step)", "held out", title=f"step {self.steps}")
+        for name in ("loss", "accuracy", "acceptance"):
+            values = (row.get(name) for row in (self.train, self.evaluation))
+            table.add_row(name.replace("acceptance", "acceptance, simulated"), *map(_text, values))
+        slots = self.evaluation.get("accuracy_by_slot") or self.train["accuracy_by_slot"]
+        for slot, value in enumerate(slots, 1):
+            trained = self.train["accuracy_by_slot"][slot - 1]
+            held_out = value if self.evaluation else None
+            table.add_row(f"accuracy, slot {slot}", _text(trained), _text(held_out))
+        if "decode_acceptance" in self.evaluation:
+            e = self.evaluation
+            table.add_row("acceptance, decoded", "", _text(e["decode_acceptance"]))
+            loops = f"{e['decode_looping']} of {e['decode_prompts']} prompts"
+            table.add_row(f"  looping: {loops}", "", _text(e["decode_acceptance_looping"]))
+            table.add_row("  all others", "", _text(e["decode_acceptance_other"]))
+        return table
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def train(settings: Settings, workdir: str | Path, console: Console | None = None) -> Summary:
+    """Trains a drafter, from the newest checkpoint of `workdir` if there is one.
+
+    Raises:
+      ConfigError: the config does not fit itself, the target, or the checkpoint (`ResumeError`).
+      NonFiniteError: the loss or gradient was not finite; the last checkpoint is from before.
+    """
+    workdir, console = Path(workdir).absolute(), console or Console()
+    workdir.mkdir(parents=True, exist_ok=True)
+    mesh = setup.build_mesh(settings)
+    models = setup.build_models(settings, mesh)
+    objective = setup.build_objective(settings, models)
+    rows = setup.build_rows(settings, models.target, models.config.mask_token_id, workdir)
+    num_steps = setup.total_steps(settings, rows)
+    optimizer = make_optimizer(settings.optimizer, num_steps)
+    make_params, arguments = models.initial_params(settings.train.seed)
+    make_state, abstract = create_state(
+        make_params, optimizer, settings.train.seed, mesh, *arguments
+    )
+    meta = describe(settings, models.target, models.config, rows.train.checksum())
+    batches = setup.train_batches(settings, rows)
+    with Checkpoints(workdir, settings.train.keep) as checkpoints:
+        start, notes = checkpoints.latest_step or 0, []
+        if start:
+            notes = check_resume(checkpoints.restore_meta(), meta, checkpoints.path)
+        if start >= num_steps:
+            console.print(f"finished: step {start} of {num_steps}, nothing left to do")
+            return _summary(num_steps, num_steps, 0.0, workdir)
+        if start:
+            state, position = checkpoints.restore(abstract)
+            batches.set_state(position)
+        else:
+            state = make_state()
+        run = _Run(
+            settings=settings,
+            mesh=mesh,
+            models=models,
+            rows=rows,
+            num_steps=num_steps,
+            step=make_train_step(
+                objective,
+                optimizer,
+                make_schedule(settings.optimizer, num_steps),
+                settings.train.accumulate,
+                mesh,
+                abstract,
+            ),
+            eval_step=make_eval_step(objective, mesh),
+            checkpoints=checkpoints,
+            meta=meta,
+        )
+        with Metrics(
+            workdir, start, num_steps, settings.train.log_every, console, jax.process_index() == 0
+        ) as metrics:
+            for line in (*rows.reports, *notes):
+                metrics.say(line)
+            if start:
+                metrics.say(f"resumed at step {start} of {num_steps}")
+            began = time.monotonic()
+            run.loop(state, start, batches, metrics)
+            seconds = time.monotonic() - began
+    return _summary(num_steps, start, seconds, workdir)
+
+
+def _summary(num_steps: int, start: int, seconds: float, workdir: Path) -> Summary:
+    logged = read_rows(workdir / "metrics.jsonl")
+    last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
+    for row in logged:
+        last[row["kind"]] = row
+    return Summary(num_steps, start, last["train"], last["eval"], seconds, workdir)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Everything that stays the same from step to step."""
+
+    settings: Settings
+    mesh: Any
+    models: setup.Models
+    rows: setup.Rows
+    num_steps: int
+    step: Any
+    eval_step: Any
+    checkpoints: Checkpoints
+    meta: dict[str, Any]
+
+    def loop(self, state: TrainState, start: int, batches: Any, metrics: Metrics) -> None:
+        """Steps `start + 1` to the last. The metrics of a step are fetched after the next one has
+        been dispatched, so that the device does not wait for the host."""
+        every, target_params = self.settings.train, self.models.target.params
+        pending: _Pending | None = None
+        for step in range(start + 1, self.num_steps + 1):
+            batch = next(batches)
+            state, numbers = self.step(state, target_params, setup.place(batch, self.mesh))
+            if pending is not None:
+                self._log(pending, metrics)
+            pending = _Pending(step, numbers, batch["sample_id_B"])
+            last = step == self.num_steps
+            evaluates = last or _is_due(step, every.eval_every)
+            saves = last or _is_due(step, every.checkpoint_every)
+            if evaluates or saves:  # nothing is judged or saved that is not known to be finite
+                self._log(pending, metrics)
+                pending = None
+            if evaluates and self.rows.held_out is not None:
+                metrics.evaluation(step, self.evaluate(state, self.settings.eval.num_prompts))
+            if saves:
+                self.checkpoints.save(step, state, batches.get_state(), self.meta)
+
+    def _log(self, pending: _Pending, metrics: Metrics) -> None:
+        numbers: StepMetrics = jax.device_get(pending.numbers)
+        loss, norm = float(numbers.loss), float(numbers.grad_norm)
+        ids = pending.sample_ids_B.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.checkpoints.wait()
+            raise NonFiniteError(
+                f"step {pending.step}: loss {loss}, gradient norm {norm}, sample ids {ids}; the "
+                f"last good checkpoint is of step {self.checkpoints.latest_step} in "
+                f"{self.checkpoints.path}"
+            )
+        row = {
+            "loss": loss,
+            **rates(numbers.sums),
+            "learning_rate": float(numbers.learning_rate),
+            "grad_norm": norm,
+            "sample_ids": ids,
+            "anchor_hash": int(numbers.anchor_hash),
+        }
+        metrics.train(pending.step, row)
+
+    def evaluate(self, state: TrainState, num_prompts: int) -> dict[str, Any]:
+        """Teacher-forced numbers and, with prompts, those of real decoding as `decode_*`."""
+        loader = setup.eval_batches(self.settings, self.rows)
+        assert loader is not None
+        placed = (setup.place(batch, self.mesh) for batch in loader)
+        target = self.models.target
+        row = teacher_forced(self.eval_step, state.params, target.params, placed)
+        prompts = self.rows.prompts(num_prompts)
+        if prompts:
+            drafter = Drafter(self.models.config, self.models.model, state.params)
+            limit = self.settings.eval.max_new_tokens
+            decoded = decode_prompts(target, drafter, prompts, limit)
+            row |= {f"decode_{k}": v for k, v in dataclasses.asdict(decoded).items()}
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    numbers: StepMetrics
+    sample_ids_B: np.ndarray
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,261 @@
+"""From settings to the parts of a run: mesh, target, drafter, rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dflash_jax.config import DrafterConfig
+from dflash_jax.drafter import DFlashDrafter, check_fits, init_drafter
+from dflash_jax.errors import ConfigError
+from dflash_jax.loading import load_drafter, load_target
+from dflash_jax.sharding import batch_sharding, make_mesh, param_shardings
+from dflash_jax.target import Params, Target
+from train.chat import ChatFormat
+from train.data import TokenStore, load_samples, make_loader, num_batches
+from train.loss import LossConfig
+from train.settings import Settings
+from train.step import Objective
+from train.synthetic import TINY, tiny_target, write_rows
+
+# dflash.md, section 3: block size -> gamma.
+_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Target and drafter-to-be.
+
+    Attributes:
+      model: the drafter's module; computes in `drafter.dtype`.
+      warm_params: parameters to go on from, or None for fresh ones.
+    """
+
+    target: Target
+    config: DrafterConfig
+    model: DFlashDrafter
+    warm_params: Params | None
+
+    def initial_params(self, seed: int) -> tuple[Callable[..., Params], tuple[Any, ...]]:
+        """A traceable function and its arguments: the float32 parameters to start from."""
+        if self.warm_params is not None:
+            return (lambda params: params), (self.warm_params,)
+        return (lambda: init_drafter(self.target, self.config, seed).params), ()
+
+
+def build_mesh(settings: Settings) -> Mesh:
+    """The mesh that the config asks for, over the first devices."""
+    return make_mesh(settings.mesh.data, settings.mesh.fsdp, settings.mesh.tensor)
+
+
+def build_target(settings: Settings, mesh: Mesh) -> Target:
+    """Loads the target, sharded over the mesh."""
+    if settings.target.path != TINY:
+        return load_target(settings.target.path, settings.target.dtype, mesh)
+    dtype = settings.target.dtype
+    if dtype == "auto":
+        dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    target = tiny_target(settings.target.seed, jnp.dtype(dtype))
+    placed = jax.device_put(target.params, param_shardings(target.params, mesh))
+    return dataclasses.replace(target, params=placed)
+
+
+def build_models(settings: Settings, mesh: Mesh) -> Models:
+    """Target and drafter config; a warm start's parameters too.
+
+    Raises:
+      ConfigError: the config states another drafter than `warm_start` holds, with both values.
+      ValueError: the drafter does not fit the target.
+    """
+    target, s = build_target(settings, mesh), settings.drafter
+    dtype = target.model.dtype if s.dtype == "auto" else jnp.dtype(s.dtype)
+    warm_params = None
+    if s.warm_start:
+        warm = load_drafter(s.warm_start, target, "float32", mesh)
+        config, warm_params = warm.config, warm.params
+        _check_warm_start(settings, config)
+    else:
+        # What the settings have checked already.
+        assert s.mask_token_id is not None
+        assert s.num_layers is not None
+        assert s.block_size is not None
+        taps: dict[str, Any] = {"num_taps": s.num_taps}
+        if s.target_layer_ids:
+            taps = {"target_layer_ids": s.target_layer_ids}
+        config = DrafterConfig.for_target(
+            target.config,
+            mask_token_id=s.mask_token_id,
+            num_layers=s.num_layers,
+            block_size=s.block_size,
+            **taps,
+        )
+        check_fits(config, target, settings.source)
+    return Models(target, config, DFlashDrafter(config, dtype), warm_params)
+
+
+def _check_warm_start(settings: Settings, config: DrafterConfig) -> None:
+    s = settings.drafter
+    stated = {
+        "num_layers": (s.num_layers, config.num_hidden_layers),
+        "block_size": (s.block_size, config.block_size),
+        "mask_token_id": (s.mask_token_id, config.mask_token_id),
+        "target_layer_ids": (s.target_layer_ids or None, config.target_layer_ids),
+        "num_taps": (None if s.target_layer_ids else s.num_taps, len(config.target_layer_ids)),
+    }
+    problems = [
+        f"drafter.{name}: the config has {mine}, {s.warm_start} has {theirs} (None takes it)"
+        for name, (mine, theirs) in stated.items()
+        if mine is not None and mine != theirs
+    ]
+    if problems:
+        raise ConfigError("\n".join(f"{settings.source}: {problem}" for problem in problems))
+
+
+def build_objective(settings: Settings, models: Models) -> Objective:
+    """The loss of the config.
+
+    Raises:
+      ConfigError: gamma is not stated and the block size has no published one.
+    """
+    train, block = settings.train, models.config.block_size
+    gamma = train.gamma if train.gamma is not None else _GAMMA.get(block)
+    if gamma is None and train.loss == "decay":
+        raise ConfigError(
+            f"{settings.source}: train.gamma: needed for block size {block} (published values are "
+            f"for {sorted(_GAMMA)})"
+        )
+    return Objective(
+        target=models.target.model,
+        drafter=models.model,
+        loss=LossConfig(train.loss, gamma or 1.0, train.alpha),
+        num_anchors=train.num_anchors,
+        attention=train.attention,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a run.
+
+    Attributes:
+      train, held_out: held_out is None where the config leaves nothing to evaluate on.
+      reports: what became of the files' rows, as text.
+    """
+
+    train: TokenStore
+    held_out: TokenStore | None
+    reports: tuple[str, ...]
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """The first held-out prompts: what comes before a row's first supervised token."""
+        store = self.held_out
+        rows = [store[i] for i in range(min(count, len(store)))] if store is not None else []
+        ends = [int(np.argmax(row["loss_mask"])) for row in rows]
+        return [row["tokens"][:end].tolist() for row, end in zip(rows, ends, strict=True) if end]
+
+
+def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: Path) -> Rows:
+    """Reads the files, or has the target write them first.
+
+    Raises:
+      ValueError: see `train.data.load_samples`.
+    """
+    data = settings.data
+    files: list[Any] = list(data.train)
+    name = data.regenerated_by or settings.target.path
+    if settings.synthetic.rows:
+        path = workdir / "data" / f"process_{jax.process_index()}.jsonl"
+        files = [write_rows(path, target, settings.synthetic, avoid=(mask_token_id,))]
+        name = target.name
+    chat = None
+    if getattr(target.tokenizer, "chat_template", None):
+        chat = ChatFormat(target.tokenizer, data.enable_thinking, target.stop_token_ids or None)
+
+    def load(
+        files: list[Any], held_out: bool, fraction: float, limit: int | None
+    ) -> tuple[TokenStore, str]:
+        store, report = load_samples(
+            files,
+            chat,
+            max_length=data.max_length,
+            vocab_size=target.config.vocab_size,
+            target_name=name,
+            held_out_fraction=fraction,
+            held_out=held_out,
+            on_truncation=data.on_truncation,
+            limit=limit,
+        )
+        return store, f"{'held out' if held_out else 'train'}: {report}"
+
+    fraction = 0.0 if data.eval else data.held_out_fraction
+    train, train_report = load(files, False, fraction, data.limit)
+    if data.eval:
+        held_out, report = load(list(data.eval), False, 0.0, settings.eval.num_rows)
+        return Rows(train, held_out, (train_report, report.replace("train", "eval", 1)))
+    if not fraction:
+        return Rows(train, None, (train_report, "nothing is held out: no evaluation"))
+    held_out, report = load(files, True, fraction, settings.eval.num_rows)
+    return Rows(train, held_out, (train_report, report))
+
+
+def total_steps(settings: Settings, rows: Rows) -> int:
+    """Optimizer steps of the whole run."""
+    if settings.train.steps is not None:
+        return settings.train.steps
+    steps = num_batches(
+        len(rows.train), batch_size=settings.data.batch_size, epochs=settings.train.epochs
+    )
+    if not steps:
+        raise ConfigError(
+            f"{settings.source}: data.batch_size {settings.data.batch_size} is above the "
+            f"{len(rows.train)} rows x train.epochs {settings.train.epochs}"
+        )
+    return steps
+
+
+def train_batches(settings: Settings, rows: Rows) -> grain.DatasetIterator:
+    """This host's batches, without end or for all epochs; `get_state` / `set_state` resume it."""
+    return iter(
+        make_loader(
+            rows.train,
+            batch_size=settings.data.batch_size,
+            seq_length=settings.data.max_length,
+            seed=settings.train.seed,
+            epochs=settings.train.epochs,
+            host_index=jax.process_index(),
+            host_count=jax.process_count(),
+        )
+    )
+
+
+def eval_batches(settings: Settings, rows: Rows) -> grain.IterDataset | None:
+    """All held-out rows once, in order; the last batch is filled up with empty rows."""
+    if rows.held_out is None:
+        return None
+    return make_loader(
+        rows.held_out,
+        batch_size=settings.data.batch_size // settings.train.accumulate,
+        seq_length=settings.data.max_length,
+        seed=0,
+        epochs=1,
+        shuffle=False,
+        host_index=jax.process_index(),
+        host_count=jax.process_count(),
+        drop_remainder=False,
+    )
+
+
+def place(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This host's rows as part of the global batch, split over `data` and `fsdp`."""
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
+    }
