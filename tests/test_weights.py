@@ -143,6 +143,29 @@ def test_fused_layouts_keep_each_head_where_the_model_reads_it():
     np.testing.assert_array_equal(mlp["gate_up"]["kernel"][:, 1], up.T)
 
 
+def test_drafter_keys_and_values_are_stacked_over_layers():
+    config = DRAFTERS["biased"]
+    tensors = _numbered(drafter_table(config))
+    params = load_params(drafter_table(config), Memory(tensors), np.float32, label="memory")
+    H, R = config.head_dim, config.num_groups
+    for layer in range(config.num_hidden_layers):
+        name = f"layers.{layer}.self_attn"
+        for head in range(config.num_key_value_heads):
+            rows = slice(head * H, (head + 1) * H)
+            for slot, part in enumerate("kv"):
+                weight, bias = (tensors[f"{name}.{part}_proj.{k}"] for k in ("weight", "bias"))
+                kernel = params["kv"]["kernel"][layer, :, head, slot]
+                np.testing.assert_array_equal(kernel, weight[rows].T)
+                np.testing.assert_array_equal(params["kv"]["bias"][layer, head, slot], bias[rows])
+        np.testing.assert_array_equal(
+            params["k_norm"]["scale"][layer], tensors[f"{name}.k_norm.weight"]
+        )
+        q = params[f"layers_{layer}"]["attention"]["q"]["kernel"]
+        for head in range(config.num_attention_heads):
+            rows = tensors[f"{name}.q_proj.weight"][head * H : (head + 1) * H]
+            np.testing.assert_array_equal(q[:, head // R, head % R], rows.T)
+
+
 def test_experts_land_in_their_own_slot():
     config = TARGETS["qwen3_moe"]
     tensors = _numbered(target_table(config))
