@@ -199,6 +199,12 @@ class TestTemplatesThatRewriteEarlierTurns:
         with pytest.raises(UnusableRow, match="does not render content"):
             make_format(UPPER).sample(TWO_TURNS, max_length=200)
 
+    def test_a_prompt_that_the_rendered_whole_does_not_start_with_is_skipped(self, make_format):
+        """Same lengths, same answers, another prompt: this one counts the messages."""
+        chat = make_format("{{- messages | length }}" + CHATML)
+        with pytest.raises(UnusableRow, match="not a prefix"):
+            chat.sample(TWO_TURNS, max_length=200)
+
     def test_trimmed_content_is_supervised_as_rendered(self, make_format):
         chat = make_format(TRIMS)
         sample = chat.sample(talk(("u", "hi"), ("a", "\n hello \n")), max_length=200)
