@@ -17,7 +17,7 @@ def base() -> ConfigDict:
             "num_taps": 5,
             "target_layer_ids": (),
             "block_size": 16,
-            "mask_token_id": placeholder(int),
+            "mask_token_id": -1,
             "warm_start": "",
             "dtype": "auto",
         }
@@ -32,7 +32,7 @@ def base() -> ConfigDict:
             "enable_thinking": placeholder(bool),
             "on_truncation": "error",
             "regenerated_by": "",
-            "limit": placeholder(int),
+            "limit": 0,
         }
     )
     config.synthetic = ConfigDict(
@@ -46,13 +46,13 @@ def base() -> ConfigDict:
     )
     config.train = ConfigDict(
         {
-            "steps": placeholder(int),
+            "steps": 0,
             "epochs": 6,
             "num_anchors": 512,
             "accumulate": 1,
             "seed": 0,
             "loss": "decay",
-            "gamma": placeholder(float),  # by block size
+            "gamma": 0.0,  # by block size
             "alpha": 0.5,
             "attention": "chunked",
             "log_every": 10,

@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     config.train.update(
         steps=300,
         gamma=4.0,
-        epochs=None,
+        epochs=0,
         num_anchors=8,
         attention="dense",
         log_every=10,

@@ -6,6 +6,7 @@ behind has another name; it is ignored, and removed at the next start.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -170,11 +171,10 @@ def check_resume(saved: Meta, now: Meta, path: Path) -> list[str]:
       ResumeError: every such field with both values.
     """
     problems = []
-    for section in ("drafter", "target", "data"):
-        old, new = saved[section], _plain(now[section])
+    for old, new in zip(_identity(saved, str(path)), _identity(_plain(now), "now"), strict=True):
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name) and (section, name) != ("target", "name"):
-                problems.append(_difference(f"{section}.{name}", old.get(name), new.get(name)))
+            if old.get(name) != new.get(name):
+                problems.append(_difference(name, old.get(name), new.get(name)))
     old, new = _flat(saved["config"]), _flat(_plain(now["config"]))
     notes = []
     for name in sorted(old.keys() | new.keys()):
@@ -189,6 +189,21 @@ def check_resume(saved: Meta, now: Meta, path: Path) -> list[str]:
             f"{path}: the checkpoint is of another run (use another workdir):\n  {listed}"
         )
     return notes
+
+
+def _identity(meta: Meta, source: str) -> list[dict[str, Any]]:
+    """What a run cannot change, with flat names: drafter, target, data."""
+    drafter = DrafterConfig.from_hf(meta["drafter"], f"{source}: drafter")
+    target = TargetConfig.from_hf(meta["target"], f"{source}: target")
+    parts = {
+        "drafter": dataclasses.asdict(drafter),
+        "target": dataclasses.asdict(target),
+        "data": meta["data"],
+    }
+    for part in parts.values():
+        for name, value in part.pop("rope", {}).items():
+            part[f"rope.{name}"] = value
+    return [{f"{k}.{name}": value for name, value in part.items()} for k, part in parts.items()]
 
 
 def _difference(name: str, old: Any, new: Any) -> str:

@@ -35,5 +35,13 @@ def main(argv: list[str]) -> None:
     console.print(summary.table())
 
 
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, TypeError, KeyError) as error:  # a misspelled or mistyped override
+        text = error.args[0] if error.args else error
+        sys.exit(f"error: {' '.join(argv[1:])}: {text}")
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=_parse)

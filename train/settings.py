@@ -57,21 +57,21 @@ class DrafterSettings:
     """The drafter to train; attention shape, MLP width and RoPE are the target's.
 
     Attributes:
-      num_layers: draft layers. With `warm_start`, None here takes what its file states, and a
-        number that differs from it is refused; so with the next three.
+      num_layers: draft layers; 0 = as the file of `warm_start` has it, from which a stated number
+        must not differ. So with the next ones.
       num_taps: tapped target layers, evenly spaced; ignored where target_layer_ids are given.
       target_layer_ids: the taps themselves, 0-based; () = by num_taps.
-      block_size: slots of a block, the anchor included.
-      mask_token_id: row of the target's embedding that no text uses.
+      block_size: slots of a block, the anchor included; 0 as above.
+      mask_token_id: row of the target's embedding that no text uses; -1 = not stated.
       warm_start: folder or hub id of a published drafter to go on from; "" = a fresh one.
       dtype: of the computation; parameters and their optimizer state are float32.
     """
 
-    num_layers: int | None = _field(minimum=1)
-    num_taps: int | None = _field(minimum=1)
+    num_layers: int = _field(minimum=0)
+    num_taps: int = _field(minimum=0)
     target_layer_ids: tuple[int, ...] = _field(minimum=0)
-    block_size: int | None = _field(minimum=2)
-    mask_token_id: int | None = _field(minimum=0)
+    block_size: int = _field(minimum=0)
+    mask_token_id: int = _field(minimum=-1)
     warm_start: str
     dtype: str = _field(choices=("auto", "float32", "bfloat16"))
 
@@ -89,7 +89,7 @@ class DataSettings:
       enable_thinking: for the chat template; None = the template's default.
       on_truncation: "error" or "keep" (the good records) for broken files.
       regenerated_by: the target's name that regenerated rows must state; "" = `target.path`.
-      limit: rows to read at most; None = all.
+      limit: rows to read at most; 0 = all.
     """
 
     train: tuple[str, ...]
@@ -100,7 +100,7 @@ class DataSettings:
     enable_thinking: bool | None
     on_truncation: str = _field(choices=("error", "keep"))
     regenerated_by: str
-    limit: int | None = _field(minimum=1)
+    limit: int = _field(minimum=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,13 +126,13 @@ class TrainSettings:
     """The loop.
 
     Attributes:
-      steps: optimizer steps, or None = by epochs.
-      epochs: passes over the rows, or None = by steps.
+      steps: optimizer steps, or 0 = by epochs.
+      epochs: passes over the rows, or 0 = by steps.
       num_anchors: blocks a row and step.
       accumulate: parts a batch is split into, one after the other, to save memory; exact.
       seed: of the drafter's weights, the order of the rows and the anchors.
       loss: "decay" (paper, Eq. 4), "uniform" or "dpace" (arXiv 2605.18810).
-      gamma: of "decay"; None = by block size (dflash.md, section 3).
+      gamma: of "decay"; 0 = by block size (dflash.md, section 3).
       alpha: of "dpace".
       attention: "dense" or "chunked".
       log_every, eval_every, checkpoint_every: steps between two; the last two also happen at the
@@ -140,13 +140,13 @@ class TrainSettings:
       keep: checkpoints kept, the newest ones.
     """
 
-    steps: int | None = _field(minimum=1)
-    epochs: int | None = _field(minimum=1)
+    steps: int = _field(minimum=0)
+    epochs: int = _field(minimum=0)
     num_anchors: int = _field(minimum=1)
     accumulate: int = _field(minimum=1)
     seed: int = _field(minimum=0)
     loss: str = _field(choices=("decay", "uniform", "dpace"))
-    gamma: float | None = _field(above=0)
+    gamma: float = _field(minimum=0)
     alpha: float = _field(minimum=0, maximum=1)
     attention: str = _field(choices=("dense", "chunked"))
     log_every: int = _field(minimum=1)
@@ -250,24 +250,26 @@ class Settings:
     def _contradictions(self) -> list[str]:
         data, train, drafter, mesh = self.data, self.train, self.drafter, self.mesh
         problems = []
-        if (train.steps is None) == (train.epochs is None):
+        if bool(train.steps) == bool(train.epochs):
             problems.append(
-                f"train.steps {train.steps} and train.epochs {train.epochs}: set one of them"
+                f"train.steps {train.steps} and train.epochs {train.epochs}: set one of them and 0"
             )
         if bool(data.train) == bool(self.synthetic.rows):
             problems.append(
                 f"data.train {list(data.train)} and synthetic.rows {self.synthetic.rows}: "
                 "set one of them"
             )
+        if drafter.block_size == 1:
+            problems.append("drafter.block_size: 1 leaves nothing to predict")
         if not drafter.warm_start:
             problems += [
-                f"drafter.{name}: needed without drafter.warm_start"
-                for name in ("num_layers", "block_size", "mask_token_id")
-                if getattr(drafter, name) is None
+                f"drafter.{name}: {getattr(drafter, name)} needs drafter.warm_start"
+                for name, least in (("num_layers", 1), ("block_size", 2), ("mask_token_id", 0))
+                if getattr(drafter, name) < least
             ]
-            if drafter.num_taps is None and not drafter.target_layer_ids:
+            if not (drafter.num_taps or drafter.target_layer_ids):
                 problems.append("drafter.num_taps or drafter.target_layer_ids: one is needed")
-        if drafter.block_size is not None and drafter.block_size > data.max_length:
+        if drafter.block_size > data.max_length:
             problems.append(
                 f"drafter.block_size {drafter.block_size} is above data.max_length "
                 f"{data.max_length}"

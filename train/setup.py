@@ -83,10 +83,6 @@ def build_models(settings: Settings, mesh: Mesh) -> Models:
         config, warm_params = warm.config, warm.params
         _check_warm_start(settings, config)
     else:
-        # What the settings have checked already.
-        assert s.mask_token_id is not None
-        assert s.num_layers is not None
-        assert s.block_size is not None
         taps: dict[str, Any] = {"num_taps": s.num_taps}
         if s.target_layer_ids:
             taps = {"target_layer_ids": s.target_layer_ids}
@@ -107,13 +103,13 @@ def _check_warm_start(settings: Settings, config: DrafterConfig) -> None:
         "num_layers": (s.num_layers, config.num_hidden_layers),
         "block_size": (s.block_size, config.block_size),
         "mask_token_id": (s.mask_token_id, config.mask_token_id),
-        "target_layer_ids": (s.target_layer_ids or None, config.target_layer_ids),
-        "num_taps": (None if s.target_layer_ids else s.num_taps, len(config.target_layer_ids)),
+        "target_layer_ids": (s.target_layer_ids, config.target_layer_ids),
+        "num_taps": (0 if s.target_layer_ids else s.num_taps, len(config.target_layer_ids)),
     }
     problems = [
-        f"drafter.{name}: the config has {mine}, {s.warm_start} has {theirs} (None takes it)"
+        f"drafter.{name}: the config has {mine}, {s.warm_start} has {theirs}"
         for name, (mine, theirs) in stated.items()
-        if mine is not None and mine != theirs
+        if mine not in (0, -1, ()) and mine != theirs
     ]
     if problems:
         raise ConfigError("\n".join(f"{settings.source}: {problem}" for problem in problems))
@@ -126,7 +122,7 @@ def build_objective(settings: Settings, models: Models) -> Objective:
       ConfigError: gamma is not stated and the block size has no published one.
     """
     train, block = settings.train, models.config.block_size
-    gamma = train.gamma if train.gamma is not None else _GAMMA.get(block)
+    gamma = train.gamma or _GAMMA.get(block)
     if gamma is None and train.loss == "decay":
         raise ConfigError(
             f"{settings.source}: train.gamma: needed for block size {block} (published values are "
@@ -180,7 +176,7 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
         chat = ChatFormat(target.tokenizer, data.enable_thinking, target.stop_token_ids or None)
 
     def load(
-        files: list[Any], held_out: bool, fraction: float, limit: int | None
+        files: list[Any], held_out: bool, fraction: float, limit: int
     ) -> tuple[TokenStore, str]:
         store, report = load_samples(
             files,
@@ -191,7 +187,7 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
             held_out_fraction=fraction,
             held_out=held_out,
             on_truncation=data.on_truncation,
-            limit=limit,
+            limit=limit or None,
         )
         return store, f"{'held out' if held_out else 'train'}: {report}"
 
@@ -208,7 +204,7 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
 
 def total_steps(settings: Settings, rows: Rows) -> int:
     """Optimizer steps of the whole run."""
-    if settings.train.steps is not None:
+    if settings.train.steps:
         return settings.train.steps
     steps = num_batches(
         len(rows.train), batch_size=settings.data.batch_size, epochs=settings.train.epochs
@@ -229,7 +225,7 @@ def train_batches(settings: Settings, rows: Rows) -> grain.DatasetIterator:
             batch_size=settings.data.batch_size,
             seq_length=settings.data.max_length,
             seed=settings.train.seed,
-            epochs=settings.train.epochs,
+            epochs=settings.train.epochs or None,
             host_index=jax.process_index(),
             host_count=jax.process_count(),
         )
