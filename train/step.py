@@ -143,7 +143,7 @@ def make_train_step(
         metrics = StepMetrics(
             sums=sums,
             loss=loss,
-            grad_norm=optax.global_norm(grads),
+            grad_norm=optax.tree.norm(grads),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
             anchor_hash=checksum,
         )
