@@ -77,14 +77,18 @@ class SyntheticAcceptance:
 
 
 def synthetic_drafter(
-    drafter: Drafter, tau: float, block_size: int | None = None, seed: int = 0
+    drafter: Drafter,
+    tau: float,
+    block_size: int | None = None,
+    seed: int = 0,
+    draft_policy: str = "argmax",
 ) -> CustomDrafter:
     """The drafter with its acceptance forced to a mean of `tau` tokens a cycle, bonus included.
 
     Raises:
       ValueError: `tau` outside 1..block_size, or a block size of 1.
     """
-    proposer, params = as_proposer(drafter, block_size, "argmax")
+    proposer, params = as_proposer(drafter, block_size, draft_policy)
     if proposer is None:
         raise ValueError("block_size: 1 is plain decoding; a synthetic acceptance needs drafts")
     if not 1 <= tau <= proposer.block_size:

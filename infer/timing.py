@@ -6,12 +6,13 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.drafter import Drafter
 from dflash_jax.generation import GenerationOutput, Request, collect
+from dflash_jax.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,35 +55,59 @@ def timed_run(request: Request) -> TimedRun:
     return TimedRun(output, middle - start, end - middle, iterations)
 
 
-def _median_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-@jax.jit
-def _add_repeatedly(x: jax.Array, times: int) -> jax.Array:
-    return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
-
-
-@jax.jit
-def _multiply_repeatedly(x: jax.Array, w: jax.Array, times: int) -> jax.Array:
-    return jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
-
-
-def copy_bandwidth(num_bytes: int, times: int = 10) -> float:
-    """Bytes read plus bytes written a second, one array of `num_bytes` rewritten in memory."""
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes read plus bytes written a second, one array of `num_bytes` rewritten in place."""
     x = jnp.zeros((num_bytes // 4,), jnp.float32)
-    return 2 * x.nbytes * times / _median_seconds(lambda: _add_repeatedly(x, times))
+    rewrite = jax.jit(lambda x: x + 1, donate_argnums=0)
+    return 2 * x.nbytes / _seconds_a_call(rewrite, x)
 
 
-def matmul_rate(size: int, dtype: jax.typing.DTypeLike, times: int = 10) -> float:
-    """Floating-point operations a second of square matrix products at the default precision."""
+def matmul_rate(size: int, dtype: jax.typing.DTypeLike) -> float:
+    """Floating-point operations a second of square matrix products at the set precision."""
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     w = x * jnp.asarray(size**-0.5, dtype)  # keeps the products in range
-    seconds = _median_seconds(lambda: _multiply_repeatedly(x, w, times))
-    return 2 * size**3 * times / seconds
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / _seconds_a_call(lambda x: product(x, w), x)
+
+
+def _seconds_a_call(
+    step: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int = 10, repeats: int = 5
+) -> float:
+    """Median over the repeats; calls are queued behind each other and waited for once."""
+    times = []
+    for _ in range(repeats + 1):  # the first compiles
+        start = time.perf_counter()
+        for _ in range(calls):
+            x = step(x)
+        x.block_until_ready()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])
+
+
+def step_weight_bytes(target: Target, tokens: int) -> float:
+    """Bytes of the weights that a pass over `tokens` tokens reads, head included.
+
+    The embedding counts only as a tied head; of a mixture, the experts that `tokens` tokens choose
+    if they choose evenly: `1 - (1 - k/E) ** tokens` of all.
+    """
+    c = target.config
+    read_of_experts = 1.0
+    if c.num_experts:
+        read_of_experts = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** tokens
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        names = [key.key for key in path]
+        if names[0] == "embed" and not c.tie_word_embeddings:
+            continue
+        expert = "moe" in names and "router" not in names
+        total += leaf.nbytes * (read_of_experts if expert else 1.0)
+    return total
+
+
+def cycle_weight_bytes(target: Target, drafter: Drafter, tokens: int) -> float:
+    """Bytes of the weights that a cycle over `tokens` verified tokens reads: the target, the
+    drafter, and the target's head once more for the drafts."""
+    tied = target.config.tie_word_embeddings
+    head = target.params["embed"]["embedding"] if tied else target.params["lm_head"]["kernel"]
+    drafter_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params))
+    return step_weight_bytes(target, tokens) + drafter_bytes + head.nbytes
