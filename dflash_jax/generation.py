@@ -141,8 +141,8 @@ def slot_bucket(needed: int, chunk: int) -> int:
     size = 128
     while True:
         for candidate in (size, size * 3 // 2):
-            if candidate >= needed and candidate % chunk == 0 and candidate != 192:
-                return candidate
+            if candidate >= needed and candidate != 192:
+                return math.ceil(candidate / chunk) * chunk
         size *= 2
 
 
@@ -202,10 +202,14 @@ def make_request(
     for i, budget in enumerate(budgets):
         if int(budget) != budget or budget < 0:
             raise ValueError(f"max_new_tokens: {budget} for prompt {i} must be an integer >= 0")
-    limits = np.minimum(lengths + np.array(budgets, np.int32), context).astype(np.int32)
+    # Python integers: a budget that means "no limit" would overflow int32.
+    ends = [len(row) + int(budget) for row, budget in zip(ids, budgets, strict=True)]
+    limits = np.array([min(end, context) for end in ends], np.int32)
     samplings = per_row("sampling", sampling, rows, SamplingParams)
     proposer, draft_params = as_proposer(drafter, block_size, draft_policy)
-    chunk = prefill_chunk or default_prefill_chunk()
+    chunk = default_prefill_chunk() if prefill_chunk is None else prefill_chunk
+    if int(chunk) != chunk or chunk < 1:
+        raise ValueError(f"prefill_chunk: {chunk} must be an integer >= 1")
     spec = DecodeSpec(
         target=target.model,
         proposer=proposer,
