@@ -120,30 +120,30 @@ class ChatFormat:
         )
 
     def _all_turns(self, messages, tools, turns, max_length) -> tuple[list[int], list[bool], bool]:
-        """Every turn after its prompt in ONE rendering, which must tokenize as a whole as it does
-        piece by piece: the ids of turn i's prompt are then a prefix of the sample's."""
+        """Every turn of ONE rendering, tokenized once as a whole. What stands before a turn must
+        tokenize alone as it does there: turn i's prompt ids are then a prefix of the sample's."""
         full = self._render(messages[: turns[-1] + 1], tools, add_generation_prompt=False)
-        tokens: list[int] = []
-        mask: list[bool] = []
-        done = 0
+        tokens = self._encode(full)
+        mask = [False] * len(tokens)
+        done = at = 0  # characters of `full`, ids of `tokens`
         for turn in turns:
             start = self._turn_start(full, messages, tools, turn)
             if start < done:
                 raise _Unverified("the template moves the assistant's turns")
             end = self._turn_end(full, start, messages[turn]["content"])
             context = self._encode(full[done:start])
-            response = self._encode_response(full[start:end])
-            tokens += context + response
-            mask += [False] * len(context) + [True] * len(response)
-            done = end
-            if len(tokens) > max_length:
+            first = at + len(context)
+            if tokens[at:first] != context:
+                raise _Unverified("an assistant turn's first token merges with the text before it")
+            response = self._response(tokens[first:], full[start:end])
+            done, at = end, first + len(response)
+            mask[first:at] = [True] * len(response)
+            if at > max_length:
                 break
         if not any(mask[:max_length]):
             raise UnusableRow("the prompt fills max_length")
-        if len(turns) > 1 and self._encode(full[:done]) != tokens:
-            raise _Unverified("an assistant turn's first token merges with the text before it")
-        truncated = len(tokens) > max_length or turn != turns[-1]
-        return tokens[:max_length], mask[:max_length], truncated
+        length = min(at, max_length)
+        return tokens[:length], mask[:length], at > max_length or turn != turns[-1]
 
     def _last_turn(self, messages, tools, turns, max_length) -> tuple[list[int], list[bool], bool]:
         """One turn after its own prompt: the last whose prompt leaves room for two tokens."""
@@ -161,9 +161,8 @@ class ChatFormat:
         turn, prompt = best
         full = self._render(messages[: turn + 1], tools, add_generation_prompt=False)
         start = self._turn_start(full, messages, tools, turn)
-        response = self._encode_response(
-            full[start : self._turn_end(full, start, messages[turn]["content"])]
-        )
+        text = full[start : self._turn_end(full, start, messages[turn]["content"])]
+        response = self._response(self._encode(text), text)
         tokens = prompt + response
         mask = [False] * len(prompt) + [True] * len(response)
         truncated = len(tokens) > max_length or turn != turns[-1]
@@ -185,17 +184,21 @@ class ChatFormat:
                         return at + len(end_text)
         raise _Unverified("the template does not render content + end of turn as they are")
 
-    def _encode_response(self, text: str) -> list[int]:
-        ids = self._encode(text)
+    def _response(self, ids: list[int], text: str) -> list[int]:
+        """The ids up to the first end of turn, which must decode to exactly `text`."""
+        ends = self._end_texts.values()
+        length = next((n for n, i in enumerate(ids, 1) if i in ends), len(ids))
         decoded = self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         if decoded != text:
-            raise _Unverified("the assistant's ids do not decode to its text")
-        stops = self.end_of_turn_ids if self.end_of_turn_ids is not None else ids[-1:]
-        if ids[-1] not in self._end_texts.values() or any(i in stops for i in ids[:-1]):
-            raise _Unverified("an end of turn inside the assistant's text")
-        return ids
+            inside = len(decoded) < len(text) and text.startswith(decoded)
+            raise _Unverified(
+                "an end of turn inside the assistant's text"
+                if inside
+                else "the assistant's ids do not decode to its text"
+            )
+        return ids[:length]
 
     def _render(self, messages, tools, *, add_generation_prompt: bool) -> str:
         options = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
