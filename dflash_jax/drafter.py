@@ -15,7 +15,8 @@ import numpy as np
 
 from dflash_jax.block_attention import context_block_attention
 from dflash_jax.config import DrafterConfig
-from dflash_jax.layers import INIT, Dtype, GatedMLP, Projection, RMSNorm, apply, rms_norm
+from dflash_jax.errors import LoadError
+from dflash_jax.layers import INIT, Dtype, GatedMLP, Projection, RMSNorm, apply, linear, rms_norm
 from dflash_jax.rope import apply_rope, rope_cos_sin
 from dflash_jax.target import Params, Target
 
@@ -23,7 +24,7 @@ PerLayer = tuple[jax.Array, ...]
 
 
 class StackedKV(nn.Module):
-    """Key and value projections of every draft layer in one parameter, [L, D, K, 2, H]."""
+    """Key and value projections of every draft layer in one parameter, [L, K, 2, H, D]."""
 
     config: DrafterConfig
     dtype: Dtype
@@ -31,28 +32,23 @@ class StackedKV(nn.Module):
     def setup(self) -> None:
         c = self.config
         out = (c.num_key_value_heads, 2, c.head_dim)
-        self.kernel = self.param("kernel", INIT, (c.num_hidden_layers, c.hidden_size, *out))
+        self.kernel = self.param("kernel", INIT, (c.num_hidden_layers, *out, c.hidden_size))
         if c.attention_bias:
             self.bias = self.param("bias", nn.initializers.zeros, (c.num_hidden_layers, *out))
 
     def layer(self, x: jax.Array, index: int) -> jax.Array:
         """[..., D] -> [..., K, 2, H] of one layer."""
         kernel = self.kernel[index].astype(self.dtype)
-        out = x @ kernel.reshape(kernel.shape[0], -1)
-        out = out.reshape(*x.shape[:-1], *kernel.shape[1:])
+        out = linear(x, kernel.reshape(-1, kernel.shape[-1]))
+        out = out.reshape(*x.shape[:-1], *kernel.shape[:-1])
         return out + self.bias[index].astype(self.dtype) if self.config.attention_bias else out
 
     def all_layers(self, x_BSD: jax.Array) -> jax.Array:
-        """[B, S, D] -> [L, B, S, K, 2, H], one matrix product batched over the layers."""
-        layers, features, *out_shape = self.kernel.shape
-        kernel = self.kernel.astype(self.dtype).reshape(layers, features, -1)
-        rows = jnp.broadcast_to(
-            x_BSD.reshape(1, -1, features), (layers, x_BSD[..., 0].size, features)
-        )
-        out = (rows @ kernel).reshape(layers, *x_BSD.shape[:-1], *out_shape)
-        if self.config.attention_bias:
-            out += self.bias.astype(self.dtype)[:, None, None]
-        return out
+        """[B, S, D] -> [B, S, L, K, 2, H], one matrix product for all layers."""
+        kernel = self.kernel.astype(self.dtype)
+        out = linear(x_BSD, kernel.reshape(-1, kernel.shape[-1]))
+        out = out.reshape(*x_BSD.shape[:-1], *kernel.shape[:-1])
+        return out + self.bias.astype(self.dtype) if self.config.attention_bias else out
 
 
 class DraftAttention(nn.Module):
@@ -143,14 +139,15 @@ class DFlashDrafter(nn.Module):
         """
         c = self.config
         kv = self.kv.all_layers(context_BSD)
-        k_LBSKH, v_LBSKH = kv[..., 0, :], kv[..., 1, :]
-        scale = self.k_norm.scale[:, None, None, None]
+        k_BSLKH, v_BSLKH = kv[..., 0, :], kv[..., 1, :]
         cos, sin = rope_cos_sin(positions_BS, c.rope, c.head_dim)
-        k_LBSKH = apply_rope(
-            rms_norm(k_LBSKH, scale, c.rms_norm_eps), cos[:, :, None], sin[:, :, None]
+        normed = rms_norm(k_BSLKH, self.k_norm.scale[:, None], c.rms_norm_eps)
+        k_BSLKH = apply_rope(normed, cos[:, :, None, None], sin[:, :, None, None])
+        layers = range(c.num_hidden_layers)
+        return (
+            tuple(k_BSLKH[:, :, i].swapaxes(1, 2) for i in layers),
+            tuple(v_BSLKH[:, :, i].swapaxes(1, 2) for i in layers),
         )
-        k, v = k_LBSKH.swapaxes(2, 3), v_LBSKH.swapaxes(2, 3)
-        return tuple(k[i] for i in range(k.shape[0])), tuple(v[i] for i in range(v.shape[0]))
 
     def draft(
         self,
@@ -222,7 +219,7 @@ def init_drafter(
     """A fresh drafter for `target`, to train: normal(0.02) matrices, unit norms.
 
     Raises:
-      ValueError: the config does not fit the target, with both numbers.
+      LoadError: the config does not fit the target, with both numbers.
     """
     check_fits(config, target)
     model = DFlashDrafter(config, jnp.dtype(dtype))
@@ -240,7 +237,7 @@ def check_fits(config: DrafterConfig, target: Target, source: str = "drafter con
     """Refuses a drafter that cannot serve this target.
 
     Raises:
-      ValueError: every mismatch, each with the field and both values.
+      LoadError: every mismatch, each with the field and both values.
     """
     t = target.config
     problems = [
@@ -268,7 +265,7 @@ def check_fits(config: DrafterConfig, target: Target, source: str = "drafter con
             f"{list(target.stop_token_ids)}"
         )
     if problems:
-        raise ValueError(f"{source} does not fit target {target.name!r}: " + "; ".join(problems))
+        raise LoadError(f"{source} does not fit target {target.name!r}: " + "; ".join(problems))
 
 
 def block_embeddings(

@@ -40,8 +40,8 @@ def block_masks(
 
     A block with its anchor at `a` sees the context features of positions `< a` (the anchor's own
     feature does not exist yet) and its own slots. With a sliding window slot `k` sees context
-    `>= a + k - (window - 1)`; `causal` limits slot `k` to slots `<= k`. (DFlash, arXiv 2602.06036,
-    section 3; windows as the serving engines read them.)
+    `>= a + k - (window - 1)`, but its own block without that bound; `causal` limits slot `k` to
+    slots `<= k`. (DFlash, arXiv 2602.06036, section 3; windows as the serving engines read them.)
     """
     slot_G = jnp.arange(block_size)
     position_BAG1 = (anchor_positions_BA[..., None] + slot_G)[..., None]
@@ -50,7 +50,6 @@ def block_masks(
     block = jnp.ones((block_size, block_size), bool)
     if window is not None:
         context = context & (jnp.arange(num_slots) > position_BAG1 - window)
-        block = block & (jnp.abs(slot_G[:, None] - slot_G[None, :]) < window)
     if causal:
         block = block & (slot_G[None, :] <= slot_G[:, None])
     return context, block

@@ -23,6 +23,7 @@ from dflash_jax.layers import (
     Projection,
     RMSNorm,
     apply,
+    logits,
 )
 from dflash_jax.masks import causal_mask, within_window
 from dflash_jax.rope import apply_rope, rope_cos_sin
@@ -125,16 +126,11 @@ class Embedding(nn.Module):
         return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "...d,vd->...v",
-            x,
-            self.embedding.astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return logits(x, self.embedding.astype(self.dtype))
 
 
 class Head(nn.Module):
-    """Untied output head, float32 logits."""
+    """Untied output head."""
 
     hidden_size: int
     vocab_size: int
@@ -142,8 +138,8 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", INIT, (self.hidden_size, self.vocab_size)).astype(self.dtype)
-        return jnp.einsum("...d,dv->...v", x, kernel, preferred_element_type=jnp.float32)
+        shape = (self.vocab_size, self.hidden_size)
+        return logits(x, self.param("kernel", INIT, shape).astype(self.dtype))
 
 
 class TargetModel(nn.Module):

@@ -1,7 +1,7 @@
 """Checkpoint names and layouts <-> parameters: one table of names per format, used both ways.
 
 A row says which region of which (fused) parameter a tensor fills. Tensors of linear layers are
-torch's [out, in]; parameters are [in..., out...] with group axes kept (see `target.py`).
+torch's [out, in]; parameters are [out..., in...] with group axes kept, so nothing is transposed.
 """
 
 import dataclasses
@@ -34,14 +34,13 @@ class Placement:
       path: parameter, "/"-separated.
       shape: of the whole parameter.
       index: the region that the tensor fills.
-      inputs: leading axes of the region that are torch's input dimension: 0 for a vector,
-        None for a tensor kept as it is (the embedding).
+      inputs: trailing axes of the region that are torch's input dimension; 0 for a vector.
     """
 
     path: str
     shape: tuple[int, ...]
     index: Index = ()
-    inputs: int | None = 0
+    inputs: int = 0
 
     @property
     def region(self) -> tuple[int, ...]:
@@ -52,21 +51,17 @@ class Placement:
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
         region = self.region
-        if self.inputs is None:
-            return region
-        sizes = math.prod(region[self.inputs :]), math.prod(region[: self.inputs])
+        split = len(region) - self.inputs
+        sizes = math.prod(region[:split]), math.prod(region[split:])
         return sizes if self.inputs else sizes[:1]
 
     def write(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
         """Checkpoint -> parameter, converting to the parameter's dtype."""
-        parameter[self.index] = (tensor.T if self.inputs else tensor).reshape(self.region)
+        parameter[self.index] = tensor.reshape(self.region)
 
     def read(self, parameter: np.ndarray) -> np.ndarray:
         """Parameter -> checkpoint, a contiguous copy."""
-        region = parameter[self.index]
-        if not self.inputs:
-            return np.array(region.reshape(self.tensor_shape), order="C")
-        return np.array(region.reshape(self.tensor_shape[::-1]).T, order="C")
+        return np.array(parameter[self.index].reshape(self.tensor_shape), order="C")
 
 
 Table = dict[str, Placement]
@@ -76,7 +71,7 @@ _ALL = slice(None)
 def target_table(config: TargetConfig) -> Table:
     """Names of Hugging Face Llama, Qwen3 and Qwen3-MoE checkpoints.
 
-    Layout: `design.md`, QKV as [D, K, N/K + 2, H] with the query heads of a group first.
+    Layout: `design.md`, QKV as [K, N/K + 2, H, D] with the query heads of a group first.
     """
     c = config
     D, V, K, R, H = (
@@ -84,17 +79,17 @@ def target_table(config: TargetConfig) -> Table:
         *(c.num_key_value_heads, c.num_groups, c.head_dim),
     )
     table = {
-        "model.embed_tokens.weight": Placement("embed/embedding", (V, D), (), None),
+        "model.embed_tokens.weight": Placement("embed/embedding", (V, D), (), 1),
         "model.norm.weight": Placement("norm/scale", (D,)),
     }
     if not c.tie_word_embeddings:
-        table["lm_head.weight"] = Placement("lm_head/kernel", (D, V), (), 1)
+        table["lm_head.weight"] = Placement("lm_head/kernel", (V, D), (), 1)
     for i in range(c.num_hidden_layers):
         name, path = f"model.layers.{i}", f"layers_{i}"
         table |= _norms(name, path, D)
         qkv = (K, R + 2, H)
         for part, index in (("q", slice(0, R)), ("k", R), ("v", R + 1)):
-            row = Placement(f"{path}/attention/qkv/kernel", (D, *qkv), (_ALL, _ALL, index), 1)
+            row = Placement(f"{path}/attention/qkv/kernel", (*qkv, D), (_ALL, index), 1)
             table[f"{name}.self_attn.{part}_proj.weight"] = row
             if c.attention_bias:
                 row = Placement(f"{path}/attention/qkv/bias", qkv, (_ALL, index))
@@ -114,7 +109,7 @@ def target_table(config: TargetConfig) -> Table:
 def drafter_table(config: DrafterConfig) -> Table:
     """Names of published DFlash drafters (`dflash.md`, section 4): 58 tensors for 5 layers.
 
-    K and V of all layers are stacked in one parameter [L, D, K, 2, H].
+    K and V of all layers are stacked in one parameter [L, K, 2, H, D].
     """
     c = config
     D, L, K, R, H = (
@@ -122,7 +117,7 @@ def drafter_table(config: DrafterConfig) -> Table:
         *(c.num_key_value_heads, c.num_groups, c.head_dim),
     )
     table = {
-        "fc.weight": Placement("fc/kernel", (len(c.target_layer_ids) * D, D), (), 1),
+        "fc.weight": Placement("fc/kernel", (D, len(c.target_layer_ids) * D), (), 1),
         "hidden_norm.weight": Placement("hidden_norm/scale", (D,)),
         "norm.weight": Placement("norm/scale", (D,)),
     }
@@ -131,9 +126,9 @@ def drafter_table(config: DrafterConfig) -> Table:
         attention = f"{name}.self_attn"
         table |= _norms(name, path, D)
         q = f"{path}/attention/q"
-        table[f"{attention}.q_proj.weight"] = Placement(f"{q}/kernel", (D, K, R, H), (), 1)
+        table[f"{attention}.q_proj.weight"] = Placement(f"{q}/kernel", (K, R, H, D), (), 1)
         for slot, part in enumerate(("k", "v")):
-            row = Placement("kv/kernel", (L, D, K, 2, H), (i, _ALL, _ALL, slot), 1)
+            row = Placement("kv/kernel", (L, K, 2, H, D), (i, _ALL, slot), 1)
             table[f"{attention}.{part}_proj.weight"] = row
             if c.attention_bias:
                 row = Placement("kv/bias", (L, K, 2, H), (i, _ALL, slot))
@@ -158,15 +153,15 @@ def _attention_output(
     name: str, path: str, heads: tuple[int, int, int], D: int, bias: bool
 ) -> Table:
     name, path = f"{name}.self_attn.o_proj", f"{path}/attention/out"
-    table = {f"{name}.weight": Placement(f"{path}/kernel", (*heads, D), (), 3)}
+    table = {f"{name}.weight": Placement(f"{path}/kernel", (D, *heads), (), 3)}
     return table | ({f"{name}.bias": Placement(f"{path}/bias", (D,))} if bias else {})
 
 
 def _mlp(name: str, path: str, D: int, F: int, bias: bool) -> Table:
     name, path = f"{name}.mlp", f"{path}/mlp"
-    table = {f"{name}.down_proj.weight": Placement(f"{path}/down/kernel", (F, D), (), 1)}
+    table = {f"{name}.down_proj.weight": Placement(f"{path}/down/kernel", (D, F), (), 1)}
     for slot, part in enumerate(("gate", "up")):
-        row = Placement(f"{path}/gate_up/kernel", (D, 2, F), (_ALL, slot), 1)
+        row = Placement(f"{path}/gate_up/kernel", (2, F, D), (slot,), 1)
         table[f"{name}.{part}_proj.weight"] = row
         if bias:
             table[f"{name}.{part}_proj.bias"] = Placement(f"{path}/gate_up/bias", (2, F), (slot,))
@@ -177,13 +172,13 @@ def _mlp(name: str, path: str, D: int, F: int, bias: bool) -> Table:
 
 def _experts(name: str, path: str, D: int, E: int, F: int) -> Table:
     name, path = f"{name}.mlp", f"{path}/moe"
-    table = {f"{name}.gate.weight": Placement(f"{path}/router/kernel", (D, E), (), 1)}
+    table = {f"{name}.gate.weight": Placement(f"{path}/router/kernel", (E, D), (), 1)}
     for e in range(E):
         expert = f"{name}.experts.{e}"
-        row = Placement(f"{path}/down", (E, F, D), (e,), 1)
+        row = Placement(f"{path}/down", (E, D, F), (e,), 1)
         table[f"{expert}.down_proj.weight"] = row
         for slot, part in enumerate(("gate", "up")):
-            row = Placement(f"{path}/gate_up", (E, D, 2, F), (e, _ALL, slot), 1)
+            row = Placement(f"{path}/gate_up", (E, 2, F, D), (e, slot), 1)
             table[f"{expert}.{part}_proj.weight"] = row
     return table
 

@@ -75,15 +75,17 @@ def test_every_entry_of_the_table_is_used() -> None:
 
 def test_specs() -> None:
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
-    assert partition_spec("layers_0/attention/qkv/kernel", (32, 2, 4, 8), mesh) == P(
-        "fsdp", "tensor"
-    )
-    assert partition_spec("layers_3/attention/out/kernel", (2, 2, 8, 32), mesh) == P(
+    assert partition_spec("layers_0/attention/qkv/kernel", (2, 4, 8, 32), mesh) == P(
         "tensor", None, None, "fsdp"
     )
-    assert partition_spec("kv/kernel", (3, 32, 2, 2, 8), mesh) == P(None, "fsdp", "tensor")
-    assert partition_spec("opt/0/mu/layers_0/mlp/down/kernel", (48, 32), mesh) == P(
-        "tensor", "fsdp"
+    assert partition_spec("layers_3/attention/out/kernel", (32, 2, 2, 8), mesh) == P(
+        "fsdp", "tensor"
+    )
+    assert partition_spec("kv/kernel", (3, 2, 2, 8, 32), mesh) == P(
+        None, "tensor", None, None, "fsdp"
+    )
+    assert partition_spec("opt/0/mu/layers_0/mlp/down/kernel", (32, 48), mesh) == P(
+        "fsdp", "tensor"
     )
     assert partition_spec("k_norm/scale", (2, 8), mesh) == P()
     assert partition_spec("step", (), mesh) == P()
@@ -91,8 +93,8 @@ def test_specs() -> None:
 
 def test_an_axis_that_does_not_divide_stays_whole_or_is_refused() -> None:
     mesh = make_mesh(fsdp=2, tensor=2)
-    name, shape = "layers_0/attention/qkv/kernel", (576, 3, 5, 64)  # SmolLM2-135M
-    assert partition_spec(name, shape, mesh) == P("fsdp")
+    name, shape = "layers_0/attention/qkv/kernel", (3, 5, 64, 576)  # SmolLM2-135M
+    assert partition_spec(name, shape, mesh) == P(None, None, None, "fsdp")
     with pytest.raises(ConfigError, match=r"qkv/kernel: kv_heads has 3 .* tensor = 2"):
         partition_spec(name, shape, mesh, strict=True)
 

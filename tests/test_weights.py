@@ -130,17 +130,17 @@ def test_fused_layouts_keep_each_head_where_the_model_reads_it():
     q, k, v = (tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv")
     H, R = config.head_dim, config.num_groups
     for head in range(config.num_attention_heads):
-        kernel = attention["qkv"]["kernel"][:, head // R, head % R]
-        np.testing.assert_array_equal(kernel, q[head * H : (head + 1) * H].T)
+        kernel = attention["qkv"]["kernel"][head // R, head % R]
+        np.testing.assert_array_equal(kernel, q[head * H : (head + 1) * H])
         out = tensors["model.layers.1.self_attn.o_proj.weight"][:, head * H : (head + 1) * H]
-        np.testing.assert_array_equal(attention["out"]["kernel"][head // R, head % R], out.T)
+        np.testing.assert_array_equal(attention["out"]["kernel"][:, head // R, head % R], out)
     for head in range(config.num_key_value_heads):
         rows = slice(head * H, (head + 1) * H)
-        np.testing.assert_array_equal(attention["qkv"]["kernel"][:, head, R], k[rows].T)
-        np.testing.assert_array_equal(attention["qkv"]["kernel"][:, head, R + 1], v[rows].T)
+        np.testing.assert_array_equal(attention["qkv"]["kernel"][head, R], k[rows])
+        np.testing.assert_array_equal(attention["qkv"]["kernel"][head, R + 1], v[rows])
     mlp = params["layers_1"]["mlp"]
     up = tensors["model.layers.1.mlp.up_proj.weight"]
-    np.testing.assert_array_equal(mlp["gate_up"]["kernel"][:, 1], up.T)
+    np.testing.assert_array_equal(mlp["gate_up"]["kernel"][1], up)
 
 
 def test_drafter_keys_and_values_are_stacked_over_layers():
@@ -154,8 +154,8 @@ def test_drafter_keys_and_values_are_stacked_over_layers():
             rows = slice(head * H, (head + 1) * H)
             for slot, part in enumerate("kv"):
                 weight, bias = (tensors[f"{name}.{part}_proj.{k}"] for k in ("weight", "bias"))
-                kernel = params["kv"]["kernel"][layer, :, head, slot]
-                np.testing.assert_array_equal(kernel, weight[rows].T)
+                kernel = params["kv"]["kernel"][layer, head, slot]
+                np.testing.assert_array_equal(kernel, weight[rows])
                 np.testing.assert_array_equal(params["kv"]["bias"][layer, head, slot], bias[rows])
         np.testing.assert_array_equal(
             params["k_norm"]["scale"][layer], tensors[f"{name}.k_norm.weight"]
@@ -173,10 +173,8 @@ def test_experts_land_in_their_own_slot():
     moe = params["layers_0"]["moe"]
     for e in range(config.num_experts):
         name = f"model.layers.0.mlp.experts.{e}"
-        np.testing.assert_array_equal(
-            moe["gate_up"][e, :, 0], tensors[f"{name}.gate_proj.weight"].T
-        )
-        np.testing.assert_array_equal(moe["down"][e], tensors[f"{name}.down_proj.weight"].T)
+        np.testing.assert_array_equal(moe["gate_up"][e, 0], tensors[f"{name}.gate_proj.weight"])
+        np.testing.assert_array_equal(moe["down"][e], tensors[f"{name}.down_proj.weight"])
     assert "mlp" in params["layers_1"]
 
 
@@ -243,7 +241,7 @@ def test_nan_and_infinity_are_refused_both_ways(dtype, bad):
     tensors["layers.1.mlp.up_proj.weight"][3, 4] = bad
     with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
         load_params(table, Memory(tensors), dtype, label="memory", finite=True)
-    params["kv"]["kernel"][1, 2, 0, 1, 3] = bad
+    params["kv"]["kernel"][1, 0, 1, 3, 2] = bad
     params["fc"]["kernel"] = params["fc"]["kernel"][1:]
     with pytest.raises(WeightsError, match=r"fc/kernel has shape .* kv/kernel holds NaN"):
         export_tensors(table, params)
@@ -268,7 +266,7 @@ def test_parameters_are_handed_over_one_by_one():
         put=lambda path, array: seen.append((path, array.shape)),
     )
     assert len(seen) == len({row.path for row in table.values()})
-    assert ("kv/kernel", (2, 32, 2, 2, 8)) in seen
+    assert ("kv/kernel", (2, 2, 2, 8, 32)) in seen
 
 
 def _shards(folder, tensors):
