@@ -163,7 +163,7 @@ def test_drafter_keys_and_values_are_stacked_over_layers():
         q = params[f"layers_{layer}"]["attention"]["q"]["kernel"]
         for head in range(config.num_attention_heads):
             rows = tensors[f"{name}.q_proj.weight"][head * H : (head + 1) * H]
-            np.testing.assert_array_equal(q[:, head // R, head % R], rows.T)
+            np.testing.assert_array_equal(q[head // R, head % R], rows)
 
 
 def test_experts_land_in_their_own_slot():
