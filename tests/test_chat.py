@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from train.chat import ChatFormat, Sample, sample_from_ids
@@ -320,6 +320,26 @@ class TestTokensThatMergeAcrossTheHeader:
         assert supervised(chatml, sample) == ["\nbecause<|im_end|>"]
         prompt = chatml.prompt_ids(conversation.messages[:3])
         assert sample.tokens[: len(prompt)].tolist() == prompt
+
+    def test_equal_lengths_but_other_ids(self):
+        """A tokenizer that looks ahead: the header's `xyz` is `xy z` alone, `x yz` before a `w`."""
+        names = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["xy", "yz"]
+        vocab = {name: i for i, name in enumerate(names)}
+        tokenizer = Tokenizer(models.BPE(vocab, [("x", "y"), ("y", "z")]))
+        look = pre_tokenizers.Split(Regex("x(?=yzw)|yz(?=w)|xy|z"), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([look, byte_level])
+        tokenizer.decoder = decoders.ByteLevel()
+        template = HEADER_ENDS_IN_A_SPACE.replace(": '", "xyz'")
+        chat = ChatFormat(
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template
+            )
+        )
+        conversation = talk(("u", "a"), ("a", "w"), ("u", "b"), ("a", "v"))
+        sample = chat.sample(conversation, max_length=200)
+        assert sample.last_turn_only
+        assert supervised(chat, sample) == ["v<|im_end|>"]
 
 
 def test_no_end_of_turn_token_is_a_skip(make_format):
