@@ -323,7 +323,7 @@ class TestTokensThatMergeAcrossTheHeader:
 
     def test_equal_lengths_but_other_ids(self):
         """A tokenizer that looks ahead: the header's `xyz` is `xy z` alone, `x yz` before a `w`."""
-        names = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["xy", "yz"]
+        names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "xy", "yz"]
         vocab = {name: i for i, name in enumerate(names)}
         tokenizer = Tokenizer(models.BPE(vocab, [("x", "y"), ("y", "z")]))
         look = pre_tokenizers.Split(Regex("x(?=yzw)|yz(?=w)|xy|z"), "isolated")
