@@ -1,0 +1,320 @@
+"""A whole small run in this process: numbers, files, export, and one device against eight."""
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from configs import tiny
+from dflash_jax.drafter import Drafter, draft_logits
+from dflash_jax.errors import ConfigError
+from dflash_jax.generation import generate_ids
+from dflash_jax.loading import load_drafter
+from dflash_jax.target import target_forward
+from scripts.export_drafter import export
+from train import setup
+from train.checkpoint import Checkpoints
+from train.evaluate import is_looping
+from train.loop import Summary, train
+from train.metrics import NonFiniteError, keep_rows, read_rows
+from train.optimizer import make_optimizer, make_schedule
+from train.settings import Settings
+from train.state import TrainState, create_state
+from train.step import anchor_hash, make_train_step
+
+SMALL: dict[str, Any] = {
+    "drafter.num_layers": 1,
+    "data.max_length": 20,
+    "data.batch_size": 8,
+    "synthetic.rows": 64,
+    "synthetic.response_length": 12,
+    "train.steps": 30,
+    "train.num_anchors": 4,
+    "train.eval_every": 15,
+    "train.checkpoint_every": 20,
+    "optimizer.learning_rate": 1e-2,
+    "eval.num_rows": 8,
+    "eval.num_prompts": 4,
+    "eval.max_new_tokens": 12,
+}
+
+
+def small(**changes: Any) -> Settings:
+    """The tiny config, smaller; `section__field=value` changes more."""
+    config = tiny.get_config()
+    for name, value in {**SMALL, **changes}.items():
+        section, field = name.replace("__", ".").split(".")
+        config[section][field] = value
+    return Settings.from_config(config, "configs/tiny.py")
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    return train(small(), tmp_path_factory.mktemp("run"), quiet())
+
+
+@pytest.fixture(scope="module")
+def models() -> setup.Models:
+    settings = small()
+    return setup.build_models(settings, setup.build_mesh(settings))
+
+
+@pytest.fixture(scope="module")
+def trained(run: Summary, models: setup.Models) -> Drafter:
+    with Checkpoints(run.workdir, keep=None) as checkpoints:
+        return dataclasses.replace(checkpoints.restore_drafter(), model=models.model)
+
+
+def rows_of(run: Summary, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run.workdir / "metrics.jsonl") if row["kind"] == kind]
+
+
+def test_it_learns(run: Summary) -> None:
+    rows = rows_of(run, "train")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[0]["loss"] == pytest.approx(math.log(64), rel=0.1)  # a fresh drafter knows nothing
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert run.evaluation["accuracy"] > 0.15  # chance is 1/64
+    assert run.train == rows[-1]
+    assert all(len(row["accuracy_by_slot"]) == 3 for row in rows)
+
+
+def test_each_row_says_what_it_saw(run: Summary) -> None:
+    rows = rows_of(run, "train")
+    assert all(len(row["sample_ids"]) == 8 for row in rows)
+    assert len({tuple(row["sample_ids"]) for row in rows}) == 30
+    assert len({row["anchor_hash"] for row in rows}) == 30
+    rates = [row["learning_rate"] for row in rows]
+    schedule = make_schedule(small().optimizer, 30)
+    np.testing.assert_allclose(rates, [float(schedule(i)) for i in range(30)], rtol=1e-6)
+
+
+def test_evaluations_and_files(run: Summary) -> None:
+    assert [row["step"] for row in rows_of(run, "eval")] == [15, 30]
+    row = run.evaluation
+    assert 1 <= row["acceptance"] <= 4
+    assert 1 <= row["decode_acceptance"] <= 4
+    assert row["decode_prompts"] == 4
+    assert sorted(p.name for p in (run.workdir / "checkpoints").iterdir()) == ["20", "30"]
+    assert list((run.workdir / "tensorboard").glob("events*"))
+
+
+def test_run_again_it_is_finished(run: Summary) -> None:
+    console = quiet()
+    before = (run.workdir / "metrics.jsonl").read_bytes()
+    again = train(small(), run.workdir, console)
+    assert "finished: step 30 of 30" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert (again.train, again.evaluation) == (run.train, run.evaluation)
+    assert (run.workdir / "metrics.jsonl").read_bytes() == before
+    console.print(run.table())
+    assert "acceptance, decoded" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_decoding_accepts_what_teacher_forcing_predicts(
+    run: Summary, models: setup.Models, trained: Drafter
+) -> None:
+    """Walks a row by the drafts of every anchor: the cycles of real decoding, one by one."""
+    target = models.target
+    rows = setup.build_rows(small(), target, 1, run.workdir)
+    prompts = rows.prompts(3)
+    out = generate_ids(target, trained, prompts, max_new_tokens=12)
+    for prompt, new, lengths in zip(prompts, out.token_ids, out.acceptance_lengths, strict=True):
+        tokens = np.array([*prompt, *new])
+        _, features = target_forward(target, tokens[None], trained.config.target_layer_ids)
+        anchors = np.arange(len(prompt), len(tokens) - 1)
+        logits = draft_logits(
+            target, trained, jnp.repeat(features, len(anchors), 0), tokens[anchors], anchors
+        )
+        drafts = dict(zip(anchors.tolist(), np.argmax(logits, -1)[:, 1:], strict=True))
+        position, walked = len(prompt), []
+        while position < len(tokens) - 1:
+            truth = tokens[position + 1 : position + 4]
+            right = drafts[position][: len(truth)] == truth
+            count = min(int(np.cumprod(right).sum()) + 1, len(tokens) - 1 - position)
+            walked.append(count)
+            position += count
+        assert walked == lengths
+
+
+def test_export_and_reload(
+    run: Summary, models: setup.Models, trained: Drafter, tmp_path: Path
+) -> None:
+    folder, step = export(run.workdir, tmp_path / "out", "float32")
+    assert step == 30
+    loaded = load_drafter(folder, models.target, "float32")
+    assert loaded.config == trained.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, trained.params)
+    folder, _ = export(run.workdir, tmp_path / "half")
+    half = load_drafter(folder, models.target, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_warm_start(run: Summary, models: setup.Models, trained: Drafter, tmp_path: Path) -> None:
+    folder, _ = export(run.workdir, tmp_path / "out", "float32")
+    unstated = {"num_layers": 0, "num_taps": 0, "target_layer_ids": (), "block_size": 0}
+    changes = {f"drafter.{name}": value for name, value in unstated.items()}
+    changes |= {"drafter.warm_start": str(folder), "drafter.mask_token_id": -1}
+    settings = small(**changes)
+    mesh = setup.build_mesh(settings)
+    warm = setup.build_models(settings, mesh)
+    assert warm.config == trained.config
+    make_params, arguments = warm.initial_params(seed=1)
+    optimizer = make_optimizer(settings.optimizer, 1)
+    state = create_state(make_params, optimizer, 0, mesh, *arguments)[0]()
+    jax.tree.map(np.testing.assert_array_equal, state.params, trained.params)
+    with pytest.raises(ConfigError, match=r"drafter\.block_size: the config has 8, .*out has 4"):
+        setup.build_models(small(**changes, drafter__block_size=8), mesh)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    settings = small(optimizer__learning_rate=1e30, train__checkpoint_every=1, train__eval_every=0)
+    with pytest.raises(NonFiniteError, match=r"step 2: loss nan.* sample ids \[.*step 1 in") as e:
+        train(settings, tmp_path, quiet())
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1]
+    assert str(tmp_path) in str(e.value)
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        assert checkpoints.latest_step == 1
+
+
+def first_steps(count: int, models: setup.Models, **changes: Any) -> tuple[TrainState, list[float]]:
+    """`count` steps without the loop: the state and the losses."""
+    settings = small(**changes)
+    mesh = setup.build_mesh(settings)
+    params = jax.device_put(models.target.params, setup.param_shardings(models.target.params, mesh))
+    dtype = jnp.dtype("bfloat16" if settings.drafter.dtype == "bfloat16" else "float32")
+    models = dataclasses.replace(
+        models,
+        target=dataclasses.replace(models.target, params=params),
+        model=type(models.model)(models.config, dtype),
+    )
+    optimizer = make_optimizer(settings.optimizer, 30)
+    make, arguments = models.initial_params(0)
+    make_state, abstract = create_state(make, optimizer, 0, mesh, *arguments)
+    step = make_train_step(
+        setup.build_objective(settings, models),
+        optimizer,
+        make_schedule(settings.optimizer, 30),
+        settings.train.accumulate,
+        mesh,
+        abstract,
+    )
+    state, losses = make_state(), []
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        mask = rng.random((8, 20)) < 0.8
+        batch = {
+            "tokens_BT": rng.integers(2, 64, (8, 20), np.int32),
+            "loss_mask_BT": mask,
+            "length_B": np.full(8, 20, np.int32),
+            "sample_id_B": np.arange(8, dtype=np.int32) + 8 * i,
+        }
+        state, metrics = step(state, params, setup.place(batch, mesh))
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def one_device(models: setup.Models) -> tuple[TrainState, list[float]]:
+    return first_steps(3, models)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
+        {"mesh.fsdp": 2, "train.accumulate": 2},
+    ],
+    ids=["eight devices", "two devices, two parts"],
+)
+def test_the_loss_is_the_same_however_it_is_split(
+    models: setup.Models,
+    one_device: tuple[TrainState, list[float]],
+    changes: dict[str, Any],
+) -> None:
+    """Only the order of float32 sums differs: 1e-6 in the loss, relatively, of order 4."""
+    state, losses = first_steps(3, models, **changes)
+    np.testing.assert_allclose(losses, one_device[1], rtol=2e-6)
+    for a, b in zip(
+        jax.tree.leaves(jax.device_get(state.params)),
+        jax.tree.leaves(jax.device_get(one_device[0].params)),
+        strict=True,
+    ):
+        # Adam's first steps divide a gradient by itself: near 0 its noise is amplified, to a
+        # fraction of the learning rate of 1e-2.
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_masters_stay_float32_in_bfloat16_training(
+    models: setup.Models, one_device: tuple[TrainState, list[float]]
+) -> None:
+    state, losses = first_steps(3, models, drafter__dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))} == {
+        jnp.dtype("float32")
+    }
+    assert losses != one_device[1]
+    np.testing.assert_allclose(losses, one_device[1], rtol=0.02)  # bfloat16 has 8 bits
+
+
+def test_anchor_hash_adds_up_over_rows_in_any_order() -> None:
+    ids = jnp.array([3, 9, 4])
+    anchors = jnp.array([[1, 5], [2, 5], [7, 0]])
+    valid = jnp.array([[True, True], [True, True], [True, False]])
+    whole = anchor_hash(ids, anchors, valid)
+    order = jnp.array([2, 0, 1])
+    assert anchor_hash(ids[order], anchors[order], valid[order]) == whole
+    parts = [anchor_hash(ids[i], anchors[i], valid[i]) for i in (slice(0, 1), slice(1, 3))]
+    assert parts[0] + parts[1] == whole
+    assert anchor_hash(ids, anchors.at[0, 0].set(2), valid) != whole
+    assert anchor_hash(ids, anchors.at[2, 1].set(9), valid) == whole  # it is not valid
+
+
+@pytest.mark.parametrize(
+    ("tokens", "looping"),
+    [
+        ([5, 6, 7] * 3, True),
+        ([1, 2, 3, 4, *([5, 6, 7] * 3)], True),
+        ([*([5, 6, 7] * 3), 8], False),
+        ([5, 6, 7] * 2, False),
+        ([*range(10), 4, 4, 4], True),
+        (list(range(32)) * 3, True),
+        (list(range(33)) * 3, False),
+        ([4, 4], False),
+        ([], False),
+    ],
+)
+def test_loops_are_found(tokens: list[int], looping: bool) -> None:
+    assert is_looping(tokens) == looping
+
+
+def test_rows_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert keep_rows(file, 3) == 0
+    rows = [{"step": s, "kind": "train"} for s in (1, 2, 3, 4)] + [{"step": 3, "kind": "eval"}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(text + '{"step": 5, "ki')
+    assert keep_rows(file, 3) == 4
+    assert [row["step"] for row in read_rows(file)] == [1, 2, 3, 3]
+    file.write_text("nonsense\n" + text)
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        keep_rows(file, 3)
+
+
+def test_gamma_must_be_stated_where_none_is_published(models: setup.Models) -> None:
+    with pytest.raises(ConfigError, match=r"configs/tiny.py: train.gamma: needed for block size 4"):
+        setup.build_objective(small(train__gamma=0.0), models)
+    assert setup.build_objective(small(train__gamma=0.0, train__loss="dpace"), models)
