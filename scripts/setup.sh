@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with this project and the demo's assets. Run again, it returns at once.
 #   bash scripts/setup.sh [demo|test]      demo: what demo.sh needs; test (default): the test tools too
-# VENV (default .venv) and PYTHON (default python3) choose another folder and interpreter. For a CPU-only
-# PyTorch where the default index serves the CUDA build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -1,0 +1,26 @@
+"""The run of scripts/demo.sh: a one-layer drafter for SmolLM2-135M-Instruct, trained on a CPU.
+
+    python -m train.main --config=configs/demo.py --workdir=runs/demo/train
+
+`runs/demo/answers.jsonl` comes from scripts/regenerate.py. Everything is cut down to what two CPU
+cores can do in a few minutes: few prompts, short answers, one layer, blocks of 8. Expected:
+docs/results/demo_cpu.json.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import smollm2_135m
+
+
+def get_config() -> ConfigDict:
+    config = smollm2_135m.get_config()
+    config.drafter.update(num_layers=1, num_taps=3, block_size=8)
+    config.data.update(
+        train=("runs/demo/answers.jsonl",), max_length=256, batch_size=8, held_out_fraction=0.05
+    )
+    config.train.update(
+        steps=150, num_anchors=24, log_every=5, eval_every=75, checkpoint_every=50, keep=1
+    )
+    config.optimizer.update(learning_rate=1e-3)
+    config.eval.update(num_rows=16, num_prompts=4, max_new_tokens=64)
+    return config

@@ -1,0 +1,176 @@
+"""Last part of scripts/demo.sh: held-out prompts answered with a drafter, beside plain decoding."""
+
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+from rich.console import Console
+from rich.table import Table
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import DFlashError
+from dflash_jax.generation import make_request
+from dflash_jax.loading import load_drafter, load_target
+from dflash_jax.target import Target
+from infer import stream
+from infer.bench_report import environment
+from infer.timing import TimedRun, timed_run, warm_up
+from train.conversations import first_user_text, is_held_out
+from train.evaluate import is_looping
+
+_TARGET = flags.DEFINE_string("target", None, "Folder, hub id, GGUF or alias.", required=True)
+_DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the trained drafter.", required=True)
+_ANSWERS = flags.DEFINE_string("answers", None, "Regenerated rows (JSONL).", required=True)
+_FRACTION = flags.DEFINE_float("held_out_fraction", 0.05, "As in training.")
+_PROMPTS = flags.DEFINE_integer("prompts", 8, "Held-out prompts to time.", lower_bound=1)
+_SHOWN = flags.DEFINE_integer("shown", 2, "Of them, answers to stream.", lower_bound=0)
+_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Per answer.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "Timed runs of each kind; medians count.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the numbers (JSON).")
+
+
+def held_out_rows(path: str, fraction: float, count: int) -> list[dict[str, Any]]:
+    """Rows that training left out, in file order."""
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    chosen = [row for row in rows if is_held_out(first_user_text(row["messages"]), fraction)]
+    if not chosen:
+        raise DFlashError(f"{path}: none of its {len(rows)} rows is held out at {fraction}")
+    return chosen[:count]
+
+
+def show(console: Console, target: Target, drafter: Drafter, row: dict[str, Any]) -> None:
+    """Streams one answer."""
+    question = " ".join(row["messages"][-1]["content"].split())
+    console.print(f"\n[bold]> {question[:300]}[/bold]")
+    for piece in stream(target, drafter, row["prompt_ids"], max_new_tokens=_TOKENS.value):
+        print(piece, end="", flush=True)
+    print()
+
+
+def timed(target: Target, drafter: Drafter | None, rows: list[dict[str, Any]]) -> list[TimedRun]:
+    """The median run of every prompt at batch 1, compilation excluded."""
+    runs = []
+    for row in rows:
+        request = make_request(target, drafter, [row["prompt_ids"]], max_new_tokens=_TOKENS.value)
+        warm_up(request)
+        tries = [timed_run(request) for _ in range(_REPEATS.value)]
+        runs.append(sorted(tries, key=lambda run: run.decode_s)[len(tries) // 2])
+    return runs
+
+
+def summarize(plain: list[TimedRun], fast: list[TimedRun]) -> dict[str, Any]:
+    """All numbers of the demo."""
+
+    def rate(runs: list[TimedRun]) -> float:
+        return sum(r.tokens for r in runs) / sum(r.prefill_s + r.decode_s for r in runs)
+
+    def step_ms(runs: list[TimedRun]) -> float:
+        return statistics.median(1e3 * r.decode_s / r.iterations for r in runs if r.iterations)
+
+    def tau(runs: list[TimedRun]) -> float | None:
+        lengths = [
+            n
+            for run in runs
+            for row, cut in zip(run.output.acceptance_lengths, run.output.cut, strict=True)
+            for n in (row[:-1] if cut else row)
+        ]
+        return statistics.fmean(lengths) if lengths else None
+
+    loops = [is_looping(run.output.token_ids[0]) for run in fast]
+    histogram = Counter(n for run in fast for n in run.output.acceptance_lengths[0])
+    cost = step_ms(fast) / step_ms(plain)
+    return {
+        "prompts": len(fast),
+        "plain_tokens_per_second": rate(plain),
+        "tokens_per_second": rate(fast),
+        "speedup": rate(fast) / rate(plain),
+        "identical": [
+            a.output.token_ids == b.output.token_ids for a, b in zip(plain, fast, strict=True)
+        ],
+        "mean_acceptance_length": tau(fast),
+        "mean_acceptance_length_looping": tau(
+            [r for r, loop in zip(fast, loops, strict=True) if loop]
+        ),
+        "mean_acceptance_length_other": tau(
+            [r for r, loop in zip(fast, loops, strict=True) if not loop]
+        ),
+        "looping": sum(loops),
+        "histogram": {str(n): histogram[n] for n in sorted(histogram)},
+        "plain_step_ms": step_ms(plain),
+        "cycle_ms": step_ms(fast),
+        "cycle_cost_in_plain_steps": cost,
+        "break_even_acceptance": cost,
+    }
+
+
+def report(console: Console, result: dict[str, Any]) -> None:
+    def number(value: float | None, unit: str = "") -> str:
+        return "-" if value is None else f"{value:.2f}{unit}"
+
+    same = result["identical"]
+    rows = [
+        ("plain decoding", f"{result['plain_tokens_per_second']:.1f} tokens/s"),
+        ("speculative decoding", f"{result['tokens_per_second']:.1f} tokens/s"),
+        ("speedup", number(result["speedup"], "x")),
+        ("ids identical", f"{sum(same)} of {len(same)} answers"),
+        ("mean acceptance length", number(result["mean_acceptance_length"], " tokens a cycle")),
+        ("  answers that loop", number(result["mean_acceptance_length_looping"])),
+        ("  the other answers", number(result["mean_acceptance_length_other"])),
+        ("cost of a cycle", number(result["cycle_cost_in_plain_steps"], " plain steps")),
+        ("break-even acceptance", number(result["break_even_acceptance"])),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print("acceptance lengths:")
+    widest = max(result["histogram"].values(), default=1)
+    for length, count in result["histogram"].items():
+        console.print(f"  {length:>3}  {'#' * round(40 * count / widest)} {count}")
+    if not all(same):
+        raise DFlashError("plain and speculative answers differ: this must not happen in float32")
+    if result["speedup"] < 1:
+        console.print(
+            "Speculation does not pay yet: the drafter was trained for minutes only, and accepts "
+            f"{number(result['mean_acceptance_length'])} tokens a cycle where a cycle costs "
+            f"{number(result['break_even_acceptance'])} plain steps. The answers are exact all "
+            "the same; more training raises the acceptance."
+        )
+    else:
+        console.print(f"Speculation pays: {result['speedup']:.2f}x the speed, the same answers.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
+    console = Console(highlight=False)
+    try:
+        target = load_target(_TARGET.value)
+        drafter = load_drafter(_DRAFTER.value, target)
+        rows = held_out_rows(_ANSWERS.value, _FRACTION.value, _PROMPTS.value)
+        for row in rows[: _SHOWN.value]:
+            show(console, target, drafter, row)
+        console.print("\ntiming both kinds of decoding ...")
+        result = {
+            "command": ["python", "scripts/demo.py", *sys.argv[1:]],
+            **environment(),
+            **summarize(timed(target, None, rows), timed(target, drafter, rows)),
+        }
+        if _OUTPUT.value:
+            Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report(console, result)
+    except (DFlashError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

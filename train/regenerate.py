@@ -1,0 +1,240 @@
+"""Answers of the target to prompts of conversation files: the responses a drafter is trained on.
+
+The output is the regenerated form of `data.py`, one JSON line a prompt, appended as rows finish. A
+run that is stopped anywhere is taken up where it was: a prompt's answer depends on the prompt, its
+seed and the target alone, so nothing is lost, doubled or different.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.errors import DFlashError
+from dflash_jax.generation import SamplingParams, default_prefill_chunk, slot_bucket
+from dflash_jax.refill import Job, generate_many
+from dflash_jax.target import Target
+from train.chat import ChatFormat
+from train.conversations import (
+    Conversation,
+    ReadReport,
+    Selector,
+    prompts,
+    read_conversations,
+    select,
+)
+from train.evaluate import is_looping
+
+
+class RegenerateError(DFlashError):
+    """The output file does not belong to this run, or is damaged in its middle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RegenerateSettings:
+    """What decides the rows; a file is continued only by the same settings.
+
+    Attributes:
+      held_out_fraction, held_out: the side of the split to answer (`conversations.Selector`).
+        id.
+      max_new_tokens: budget of a response.
+      max_prompt_tokens: longer prompts are left out, and counted.
+      every_user_turn: prompts up to each user turn instead of the first only.
+      held_out_fraction, held_out: which side of the split to answer (`conversations.Selector`).
+      num_prompts: stop after so many prompts; 0 = all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 512
+    max_prompt_tokens: int = 512
+    every_user_turn: bool = False
+    held_out_fraction: float = 0.02
+    held_out: bool = False
+    num_prompts: int = 0
+
+    def sampling(self, prompt_id: str) -> SamplingParams:
+        """Sampling of one prompt, the same at every run."""
+        digest = hashlib.sha256(f"{self.seed}:{prompt_id}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+        return SamplingParams(self.temperature, self.top_k, self.top_p, seed)
+
+
+@dataclasses.dataclass
+class RegenerateReport(ReadReport):
+    """Counts of a run. Attributes:
+    already: prompts that the file had answered before.
+    too_long: prompts left out for their length.
+    answered, tokens, looping: of this run; `looping` responses end in a repetition.
+    seconds: from the first prompt to the last answer, compilation included.
+    """
+
+    already: int = 0
+    too_long: int = 0
+    answered: int = 0
+    tokens: int = 0
+    looping: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.answered} prompts answered with {self.tokens} tokens in {self.seconds:.0f} s "
+            f"({self.tokens / max(self.seconds, 1e-9):.0f} tokens/s); {self.already} were there",
+            f"{self.looping} of them end in a loop; {self.too_long} prompts were too long",
+        ]
+        lines += [f"left out: {count} {reason}" for reason, count in self.unusable.most_common()]
+        return "\n".join([*lines, *self.broken])
+
+
+def recover(path: Path) -> list[dict[str, Any]]:
+    """The rows of an output file; a last line cut short by a kill is removed from the file.
+
+    Raises:
+      RegenerateError: a line before the last is not a row, with its number.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["id"], row["response_ids"]
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{path}: line {number} is not a regenerated row ({error})"
+            raise RegenerateError(message) from None
+        rows.append(row)
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return rows
+
+
+def _check_row(
+    row: dict[str, Any], target: Target, settings: RegenerateSettings, path: Path
+) -> None:
+    expected = {
+        "target": target.name,
+        "temperature": settings.temperature,
+        "seed": settings.sampling(row["id"]).seed,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    for field, value in expected.items():
+        if row.get(field) != value:
+            raise RegenerateError(
+                f"{path}: row {row['id']} has {field} {row.get(field)!r}, this run {value!r}; "
+                "continue with the same settings or choose another file"
+            )
+
+
+def regenerate(
+    target: Target,
+    files: list[str],
+    out: str | Path,
+    settings: RegenerateSettings,
+    *,
+    drafter: Drafter | None = None,
+    batch_size: int = 16,
+    enable_thinking: bool | None = None,
+    on_truncation: str = "keep",
+    progress: Callable[[RegenerateReport], None] = lambda report: None,
+) -> RegenerateReport:
+    """Answers the prompts that `out` does not have yet, appending to it.
+
+    Args:
+      files: conversation files or aliases.
+      drafter: decode speculatively; the answers are the same.
+      progress: called after every answer.
+
+    Raises:
+      RegenerateError: `out` belongs to other settings or is damaged.
+      ValueError: no tokenizer with a chat template, or a bad file.
+    """
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = recover(out)
+    for row in done:
+        _check_row(row, target, settings, out)
+    known = {row["id"] for row in done}
+    if len(known) < len(done):
+        raise RegenerateError(f"{out}: {len(done)} rows have only {len(known)} different ids")
+    chat = ChatFormat(target.tokenizer, enable_thinking, target.stop_token_ids or None)
+    report = RegenerateReport()
+    source: dict[str, Conversation] = {}
+
+    def jobs() -> Iterator[Job]:
+        taken = 0
+        times_seen: Counter[str] = Counter()
+        for prompt in _prompts(files, settings, on_truncation, report):
+            if settings.num_prompts and taken >= settings.num_prompts:
+                return
+            ids = chat.prompt_ids(prompt.messages, prompt.tools)
+            if len(ids) > settings.max_prompt_tokens:
+                report.too_long += 1
+                continue
+            taken += 1
+            times_seen[prompt.id] += 1
+            key = prompt.id
+            if times_seen[key] > 1:  # another prompt of that id, in this file or the next
+                key = f"{key}#{times_seen[key]}"
+            if key in known:
+                report.already += 1
+                continue
+            source[key] = prompt
+            yield Job(key, ids, settings.sampling(key), settings.max_new_tokens)
+
+    chunk = default_prefill_chunk()
+    block = drafter.config.block_size if drafter is not None else 1
+    slots = slot_bucket(settings.max_prompt_tokens + settings.max_new_tokens + block, chunk)
+    start = time.perf_counter()
+    with out.open("a", encoding="utf-8") as file:
+        for job, output in generate_many(
+            target, drafter, jobs(), batch_size=batch_size, num_slots=slots
+        ):
+            response = output.token_ids[0]
+            row = {
+                "id": job.key,
+                "prompt_ids": list(job.prompt_ids),
+                "response_ids": response,
+                "finish_reason": output.finish_reasons[0],
+                "temperature": settings.temperature,
+                "seed": job.sampling.seed,
+                "max_new_tokens": job.max_new_tokens,
+                "messages": source.pop(job.key).messages,
+                "target": target.name,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            report.answered += 1
+            report.tokens += len(response)
+            report.looping += is_looping(response)
+            report.seconds = time.perf_counter() - start
+            progress(report)
+    return report
+
+
+def _prompts(
+    files: list[str], settings: RegenerateSettings, on_truncation: str, report: RegenerateReport
+) -> Iterator[Conversation]:
+    """Prompts in file order, without repeats and of one side of the split."""
+    selector = Selector(settings.held_out_fraction, settings.held_out)
+    for file in files:
+        read = read_conversations(
+            file, need_assistant=False, on_truncation=on_truncation, report=report
+        )
+        cut = (
+            prompt
+            for conversation in read
+            for prompt in prompts(conversation, every_user_turn=settings.every_user_turn)
+        )
+        yield from select(cut, selector, report)
