@@ -60,7 +60,7 @@ class Detokenizer:
         new = window[len(context) :]
         certain = new.rstrip(REPLACEMENT)
         piece = certain[len(self._partial) :]
-        if certain and certain == new and settled == len(self._ids):
+        if certain and certain == new:
             self._context, self._clean, self._partial = self._clean, settled, ""
         else:
             self._partial += piece
