@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from dflash_jax.attention import MASKED
 
 Rows = Any  # an array with one entry a row; numpy on the host
+# Lower ones are this one: the draw is greedy already, and logits / T must stay above `MASKED`.
+MIN_TEMPERATURE = 1e-6
 
 
 class SamplingMode(enum.Enum):
@@ -83,7 +85,7 @@ def pick_tokens(
     if mode is SamplingMode.GREEDY:
         return greedy
     hot_B11 = (sampling.temperature_B > 0)[:, None, None]
-    scaled = logits_BGV / jnp.where(hot_B11, sampling.temperature_B[:, None, None], 1.0)
+    scaled = logits_BGV / jnp.maximum(sampling.temperature_B, MIN_TEMPERATURE)[:, None, None]
     if mode is SamplingMode.FILTER:
         scaled = filter_logits(scaled, sampling.top_k_B, sampling.top_p_B)
     noise = gumbel_noise(sampling.seed_B, positions_BG, logits_BGV.shape[-1])
