@@ -9,12 +9,13 @@ docs/results/demo_cpu.json.
 
 from ml_collections import ConfigDict
 
-from configs import smollm2_135m
+from configs import common
 
 
 def get_config() -> ConfigDict:
-    config = smollm2_135m.get_config()
-    config.drafter.update(num_layers=1, num_taps=3, block_size=8)
+    config = common.base()
+    config.target.path = "smollm2-135m-instruct"
+    config.drafter.update(mask_token_id=16, num_layers=1, num_taps=3, block_size=8)
     config.data.update(
         train=("runs/demo/answers.jsonl",), max_length=256, batch_size=8, held_out_fraction=0.05
     )

@@ -172,7 +172,7 @@ def _resolve(path_or_hub_id: str | Path, patterns: list[str]) -> Path:
             raise LoadError(f"{path} does not exist")
         return path
     if name.lower() in _ALIASES:
-        return _alias_file(name.lower())
+        return alias_file(name.lower())
     if path.exists() or not _HUB_ID.fullmatch(name):
         raise LoadError(
             f"{name!r} is neither a folder, a .gguf file, a hub id (owner/name) nor one of "
@@ -186,7 +186,7 @@ def _resolve(path_or_hub_id: str | Path, patterns: list[str]) -> Path:
         raise LoadError(f"{name!r} is no local folder, and the hub says: {error}") from error
 
 
-def _alias_file(alias: str) -> Path:
+def alias_file(alias: str) -> Path:
     """The file behind an alias. The package is located, not imported: its imports are not met."""
     package, pattern, requirement = _ALIASES[alias]
     assets = os.environ.get("DFLASH_ASSETS")
