@@ -2,8 +2,8 @@
 
     scripts -> train, infer -> dflash_jax      configs -> ml_collections, configs.common
 
-Plain-array modules import no Flax, not even through a sibling; torch is for tests and benchmarks only, and
-`flax.nnx` for nobody.
+Plain-array modules import no Flax, not even through a sibling; torch is for tests and benchmarks
+only, and `flax.nnx` for nobody.
 """
 
 import ast
