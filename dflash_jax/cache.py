@@ -82,13 +82,9 @@ def commit(cache: KVCache, length_B: jax.Array) -> KVCache:
     return dataclasses.replace(cache, length_B=length_B.astype(jnp.int32))
 
 
-def insert_row(batch: Tree, row: jax.Array | int, single: Tree) -> Tree:
-    """Puts the only row of `single` in place of row `row` of `batch`; any tree of arrays with rows
-    first."""
-    return jax.tree.map(
-        lambda many, one: jax.lax.dynamic_update_slice_in_dim(
-            many, one.astype(many.dtype), row, axis=0
-        ),
-        batch,
-        single,
-    )
+def insert_rows(batch: Tree, rows_R: jax.Array, group: Tree) -> Tree:
+    """Puts the R rows of `group` in place of `rows` of `batch`; any trees of arrays with rows first.
+
+    Row numbers beyond the batch are dropped, so that a group of static size can be partly empty.
+    """
+    return jax.tree.map(lambda many, new: many.at[rows_R].set(new, mode="drop"), batch, group)

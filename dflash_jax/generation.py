@@ -94,6 +94,11 @@ class GenerationOutput:
     logprobs: list[list[float]] | None = None
     text: list[str] | None = None
 
+    def row(self, index: int) -> GenerationOutput:
+        """The output of one prompt."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return GenerationOutput(**{k: v and v[index : index + 1] for k, v in values.items()})
+
     @property
     def mean_acceptance_length(self) -> float:
         """tau: committed tokens over cycles of all rows, cut cycles excluded; NaN without one."""

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.cache import insert_row
-from dflash_jax.decode import DecodeSpec, DecodeState
+from dflash_jax.cache import insert_rows
+from dflash_jax.decode import DecodeSpec
 from dflash_jax.drafter import Drafter
 from dflash_jax.generation import (
     CustomDrafter,
@@ -47,15 +47,7 @@ class Job:
     max_new_tokens: int
 
 
-insert = jax.jit(insert_row, donate_argnums=0)
-
-
-@jax.jit
-def _row(state: DecodeState, row: jax.Array) -> DecodeState:
-    """The state of one row, without the caches' contents."""
-    lengths = dataclasses.replace(state.cache, k=(), v=())
-    small = dataclasses.replace(state, draft=None, cache=lengths)
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), small)
+_insert = jax.jit(insert_rows, donate_argnums=0)
 
 
 def generate_many(
@@ -66,6 +58,7 @@ def generate_many(
     batch_size: int,
     num_slots: int,
     cycles_per_step: int = 8,
+    refill_size: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[Job, GenerationOutput]]:
     """Yields (job, its output) in the order they finish.
@@ -76,6 +69,8 @@ def generate_many(
       num_slots: cache slots a row; every prompt + budget + block must fit.
       cycles_per_step: cycles between two looks at which rows have finished. More means fewer
         interruptions and more idle rows.
+      refill_size: finished rows are refilled by so many at once (one prefill for all of them), by
+        default an eighth of the batch. More means fewer prefills and more idle rows.
       options: as in `generate_ids` (stop_token_ids, block_size, draft_policy, logprobs, ...).
 
     Raises:
@@ -105,20 +100,36 @@ def generate_many(
     state = whole.prefill()
     rows: list[Job | None] = list(first)
     lengths = whole.prompt_length_B.copy()
+    size = min(refill_size or max(1, batch_size // 8), len(first))
+    waiting = next(source, None)
     while True:
         finish_B = np.asarray(state.finish_B)
-        for row, job in enumerate(rows):
-            if job is None or finish_B[row] == RUNNING:
-                continue
-            yield job, collect(_row(state, np.int32(row)), lengths[row : row + 1])
-            rows[row] = following = next(source, None)
-            if following is not None:
-                single = request([following])
-                if single.spec.mode is not whole.spec.mode:
-                    whole = dataclasses.replace(whole, spec=_richer(whole.spec, single.spec))
-                state = insert(state, np.int32(row), single.prefill())
-                lengths[row] = single.prompt_length_B[0]
-        if all(job is None for job in rows):
+        ended = [i for i, job in enumerate(rows) if job is not None and finish_B[i] != RUNNING]
+        if ended:
+            results = collect(state, lengths)
+            for row in ended:
+                job = rows[row]
+                assert job is not None
+                rows[row] = None
+                yield job, results.row(row)
+        free = [i for i, job in enumerate(rows) if job is None]
+        idle = len(free) == len(rows)
+        if waiting is not None and (len(free) >= size or idle):
+            group: list[Job] = []
+            while waiting is not None and len(group) < size:
+                group.append(waiting)
+                waiting = next(source, None)
+            taken = free[: len(group)]
+            # Filled up to one static size; the copies land beyond the batch and are dropped.
+            padded = request([*group, *[group[-1]] * (size - len(group))])
+            if padded.spec.mode is not whole.spec.mode:
+                whole = dataclasses.replace(whole, spec=_richer(whole.spec, padded.spec))
+            places = np.full(size, len(rows), np.int32)
+            places[: len(taken)] = taken
+            state = _insert(state, places, padded.prefill())
+            for place, job, length in zip(taken, group, padded.prompt_length_B, strict=False):
+                rows[place], lengths[place] = job, length
+        elif idle:
             return
         state = whole.run(state, cycles_per_step)
 
