@@ -210,7 +210,7 @@ def test_greedy_ids(case: str) -> None:
     golden = load(case)
     everyone = list(range(len(golden.prompts)))
     check(golden, generate(golden, None, everyone), everyone)
-    for j in everyone if case == "qwen3" else []:  # the others by test_dflash: compilations cost
+    for j in everyone if case == "qwen3" else []:  # one case: compilations cost seconds
         check(golden, generate(golden, None, [j]), [j])
 
 
@@ -219,20 +219,13 @@ def test_dflash_ids_and_acceptance_lengths(case: str) -> None:
     golden = load(case)
     everyone = list(range(len(golden.prompts)))
     check_dflash(golden, generate(golden, golden.drafter, everyone), everyone)
-    for j in everyone:
+    for j in everyone if case != "llama" else []:
         check_dflash(golden, generate(golden, golden.drafter, [j]), [j])
 
 
-@pytest.mark.parametrize(("case", "block_size"), [("qwen3", 5), ("llama", 2)])
-def test_smaller_blocks_give_the_same_ids(case: str, block_size: int) -> None:
-    golden = load(case)
-    everyone = list(range(len(golden.prompts)))
-    out = generate(golden, golden.drafter, everyone, block_size=block_size)
-    check(golden, out, everyone)
-    assert max(max(row) for row in out.acceptance_lengths) == block_size
-
-
-def test_sliding_drafter_is_lossless() -> None:
+def test_smaller_blocks_give_the_same_ids() -> None:
     golden = load("qwen3")
     everyone = list(range(len(golden.prompts)))
-    check(golden, generate(golden, load("qwen3_sliding", "qwen3").drafter, everyone), everyone)
+    out = generate(golden, golden.drafter, everyone, block_size=5)
+    check(golden, out, everyone)
+    assert max(max(row) for row in out.acceptance_lengths) == 5
