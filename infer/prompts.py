@@ -19,7 +19,7 @@ from jinja2.exceptions import TemplateError
 
 from dflash_jax.target import Target
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 
 
 def encode_prompts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -98,8 +99,9 @@ class Detokenizer:
         return start
 
 
-class Stream(Iterator[str | list[int]]):
-    """Pieces of one generation as they become certain. The work starts with the first one.
+class Stream(Iterator[Any]):
+    """Pieces of one generation as they become certain: strings, or lists of ids. The work starts
+    with the first one.
 
     `output` is the finished `GenerationOutput`, once the pieces are exhausted. A stream may be
     dropped at any time.

@@ -100,7 +100,7 @@ def step_weight_bytes(target: Target, tokens: int) -> float:
         if names[0] == "embed" and not c.tie_word_embeddings:
             continue
         expert = "moe" in names and "router" not in names
-        total += leaf.nbytes * (read_of_experts if expert else 1.0)
+        total += _num_bytes(leaf) * (read_of_experts if expert else 1.0)
     return total
 
 
@@ -109,5 +109,9 @@ def cycle_weight_bytes(target: Target, drafter: Drafter, tokens: int) -> float:
     drafter, and the target's head once more for the drafts."""
     tied = target.config.tie_word_embeddings
     head = target.params["embed"]["embedding"] if tied else target.params["lm_head"]["kernel"]
-    drafter_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(drafter.params))
-    return step_weight_bytes(target, tokens) + drafter_bytes + head.nbytes
+    drafter_bytes = sum(_num_bytes(leaf) for leaf in jax.tree.leaves(drafter.params))
+    return step_weight_bytes(target, tokens) + drafter_bytes + _num_bytes(head)
+
+
+def _num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize

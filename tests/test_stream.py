@@ -190,7 +190,8 @@ def targets() -> dict[str, Target]:
 
 def pieces_of(target: Target, ids: list[int], sizes: list[int]) -> list[str]:
     """Pushes `ids` in groups of these sizes (repeated), then finishes."""
-    detokenizer, pieces, at, turn = Detokenizer(target), [], 0, 0
+    detokenizer, at, turn = Detokenizer(target), 0, 0
+    pieces: list[str] = []
     while at < len(ids):
         size = sizes[turn % len(sizes)]
         pieces.append(detokenizer.push(ids[at : at + size]))
