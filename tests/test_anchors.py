@@ -79,7 +79,7 @@ def test_resampled_by_epoch_key_and_by_sample():
 def test_row_independent_of_batch_and_padding():
     """A row keeps its anchors when it moves, gets other neighbours, or more trailing padding."""
     mask = np.random.default_rng(0).random((4, 30)) < 0.7
-    ids = jnp.array([7, 1, 9, 4])
+    ids = jnp.array([7, -1, 9, 4])  # -1: a filler row's
     positions, valid = sample(KEY, ids, mask, ANCHORS)
     order = np.array([2, 0, 3, 1])
     moved = sample(KEY, ids[order], mask[order], ANCHORS)
