@@ -280,7 +280,10 @@ def _shards(folder, tensors):
 
 
 def test_sharded_by_index_reads_like_one_file(tmp_path):
-    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)}
+    tensors: dict[str, np.ndarray] = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.ones(4, np.float16),
+    }
     tensors |= {"c": np.arange(3).astype(ml_dtypes.bfloat16), "d": np.zeros((0, 2), np.float32)}
     _shards(tmp_path, tensors)
     source = weights.SafetensorsSource(tmp_path)
