@@ -111,7 +111,7 @@ class Stream(Iterator[Any]):
         self._pieces = pieces
         self._output: GenerationOutput | None = None
 
-    def __next__(self) -> str | list[int]:
+    def __next__(self) -> Any:
         piece = next(self._pieces)
         if isinstance(piece, GenerationOutput):
             self._output = piece
