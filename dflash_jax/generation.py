@@ -342,8 +342,11 @@ def generate_ids(
     return collect(request.run(request.prefill()), request.prompt_length_B)
 
 
-def collect(state: DecodeState, prompt_length_B: np.ndarray) -> GenerationOutput:
-    """Brings the results of a state to the host; running rows report what they have so far."""
+def collect(
+    state: DecodeState, prompt_length_B: np.ndarray, rows: Sequence[int] | None = None
+) -> GenerationOutput:
+    """Brings the results of a state to the host, those of `rows` where given; running rows report
+    what they have so far."""
     host = jax.device_get(
         {
             "tokens": state.tokens_BS,
@@ -355,6 +358,10 @@ def collect(state: DecodeState, prompt_length_B: np.ndarray) -> GenerationOutput
             "cut": state.cut_B,
         }
     )
+    if rows is not None:  # lists of Python integers are slow to make
+        chosen = np.array(rows, int)
+        host = {name: array[chosen] for name, array in host.items()}
+        prompt_length_B = prompt_length_B[chosen]
     spans = [slice(start, end) for start, end in zip(prompt_length_B, host["end"], strict=True)]
     with_logprobs = host["logprobs"].shape[1] > 0
     return GenerationOutput(

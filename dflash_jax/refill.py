@@ -106,12 +106,12 @@ def generate_many(
         finish_B = np.asarray(state.finish_B)
         ended = [i for i, job in enumerate(rows) if job is not None and finish_B[i] != RUNNING]
         if ended:
-            results = collect(state, lengths)
-            for row in ended:
+            results = collect(state, lengths, ended)
+            for i, row in enumerate(ended):
                 job = rows[row]
                 assert job is not None
                 rows[row] = None
-                yield job, results.row(row)
+                yield job, results.row(i)
         free = [i for i, job in enumerate(rows) if job is None]
         idle = len(free) == len(rows)
         if waiting is not None and (len(free) >= size or idle):
