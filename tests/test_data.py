@@ -1,6 +1,5 @@
 """Rows to batches: reports, regenerated rows, order, shards, resume, padding, synthetic data."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from train.chat import ChatFormat, Sample, sample_from_ids
 from train.conversations import BrokenFileWarning, ConversationFileError
-from train.data import TokenStore, load_samples, make_loader, markov_sequences, num_batches
+from train.data import TokenStore, load_samples, make_loader, num_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = """\
@@ -399,43 +398,6 @@ class TestResume:
         command = [sys.executable, "-c", code, json.dumps(iterator.get_state())]
         out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         assert json.loads(out.stdout) == ids_of(next(iterator) for _ in range(3))
-
-
-MARKOV = {"vocab_size": 32, "min_length": 3, "max_length": 12, "avoid": (0, 1, 31)}
-
-
-class TestMarkovSequences:
-    def test_seeded(self):
-        first = markov_sequences(50, seed=1, **MARKOV)
-        assert first == markov_sequences(50, seed=1, **MARKOV)
-        assert first != markov_sequences(50, seed=2, **MARKOV)
-        assert first != markov_sequences(50, seed=1, chain_seed=1, **MARKOV)
-
-    def test_lengths_and_avoided_ids(self):
-        sequences = markov_sequences(300, seed=1, **MARKOV)
-        assert {len(s) for s in sequences} == set(range(3, 13))
-        assert {i for s in sequences for i in s} <= set(range(2, 31))
-
-    def test_learnable_and_shared_between_seeds(self):
-        """The likeliest successor in one set predicts about 0.8 of the other."""
-        table: dict[int, dict[int, int]] = {}
-        for s in markov_sequences(500, seed=1, **MARKOV):
-            for a, b in itertools.pairwise(s):
-                table.setdefault(a, {}).setdefault(b, 0)
-                table[a][b] += 1
-        assert all(len(successors) <= 2 for successors in table.values())
-        best = {a: max(successors, key=successors.get) for a, successors in table.items()}
-        pairs = [
-            (a, b)
-            for s in markov_sequences(500, seed=2, **MARKOV)
-            for a, b in itertools.pairwise(s)
-        ]
-        hits = sum(best.get(a) == b for a, b in pairs) / len(pairs)
-        assert 0.75 < hits < 0.85  # over 3000 pairs: standard deviation 0.007
-
-    def test_too_few_ids(self):
-        with pytest.raises(ValueError, match="1 allowed ids"):
-            markov_sequences(1, vocab_size=2, min_length=1, max_length=2, seed=0, avoid=(0,))
 
 
 def test_imports_stay_light():
