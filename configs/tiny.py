@@ -19,18 +19,17 @@ def get_config() -> ConfigDict:
     config.drafter.update(
         num_layers=2, num_taps=3, target_layer_ids=(0, 2, 3), block_size=4, mask_token_id=1
     )
-    config.data.update(max_length=40, batch_size=16, held_out_fraction=0.1)
-    config.synthetic.update(rows=512, prompt_length=8, response_length=32)
+    config.data.update(max_length=40, batch_size=32, held_out_fraction=0.1)
+    config.synthetic.update(rows=1024, prompt_length=8, response_length=32)
     config.train.update(
-        steps=300,
+        steps=250,
         gamma=4.0,
-        epochs=0,
-        num_anchors=8,
+        num_anchors=16,
         attention="dense",
         log_every=10,
-        eval_every=150,
+        eval_every=125,
         checkpoint_every=100,
     )
-    config.optimizer.update(learning_rate=3e-3)
+    config.optimizer.update(learning_rate=1e-2)
     config.eval.update(num_rows=32, num_prompts=8, max_new_tokens=32)
     return config

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 
+from configs import tiny
 from tests.test_train_loop import SMALL, quiet, small
 from train.checkpoint import Checkpoints
 from train.loop import train
 from train.metrics import read_rows
+from train.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
@@ -87,6 +89,15 @@ def test_twenty_steps_are_ten_killed_and_the_rest(tmp_path: Path) -> None:
 
     assert read_rows(log) == expected  # loss, rate, norm, sample ids, anchors: bit for bit
     assert_same_state(whole, parts)
+
+
+@pytest.mark.slow
+def test_the_tiny_config_learns_what_its_target_would_say(tmp_path: Path) -> None:
+    settings = Settings.from_config(tiny.get_config())
+    summary = train(settings, tmp_path, quiet())
+    assert summary.evaluation["accuracy"] > 0.4  # held out; chance is 1/64
+    assert min(summary.evaluation["accuracy_by_slot"]) > 0.3
+    assert summary.evaluation["decode_acceptance"] > 1.4
 
 
 def assert_same_state(left: Path, right: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,11 +35,11 @@ from train.step import anchor_hash, make_train_step
 SMALL: dict[str, Any] = {
     "drafter.num_layers": 1,
     "data.max_length": 20,
-    "data.batch_size": 8,
-    "synthetic.rows": 64,
+    "data.batch_size": 16,
+    "synthetic.rows": 128,
     "synthetic.response_length": 12,
     "train.steps": 30,
-    "train.num_anchors": 4,
+    "train.num_anchors": 8,
     "train.eval_every": 15,
     "train.checkpoint_every": 20,
     "optimizer.learning_rate": 1e-2,
@@ -87,14 +88,15 @@ def test_it_learns(run: Summary) -> None:
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert rows[0]["loss"] == pytest.approx(math.log(64), rel=0.1)  # a fresh drafter knows nothing
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
-    assert run.evaluation["accuracy"] > 0.15  # chance is 1/64
+    assert np.mean([row["accuracy"] for row in rows[-5:]]) > 0.3  # chance is 1/64
+    assert run.evaluation["loss"] < rows[0]["loss"]
     assert run.train == rows[-1]
     assert all(len(row["accuracy_by_slot"]) == 3 for row in rows)
 
 
 def test_each_row_says_what_it_saw(run: Summary) -> None:
     rows = rows_of(run, "train")
-    assert all(len(row["sample_ids"]) == 8 for row in rows)
+    assert all(len(row["sample_ids"]) == 16 for row in rows)
     assert len({tuple(row["sample_ids"]) for row in rows}) == 30
     assert len({row["anchor_hash"] for row in rows}) == 30
     rates = [row["learning_rate"] for row in rows]
@@ -156,7 +158,7 @@ def test_export_and_reload(
     assert step == 30
     loaded = load_drafter(folder, models.target, "float32")
     assert loaded.config == trained.config
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, trained.params)
+    chex.assert_trees_all_equal(loaded.params, trained.params)
     folder, _ = export(run.workdir, tmp_path / "half")
     half = load_drafter(folder, models.target, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
@@ -174,7 +176,7 @@ def test_warm_start(run: Summary, models: setup.Models, trained: Drafter, tmp_pa
     make_params, arguments = warm.initial_params(seed=1)
     optimizer = make_optimizer(settings.optimizer, 1)
     state = create_state(make_params, optimizer, 0, mesh, *arguments)[0]()
-    jax.tree.map(np.testing.assert_array_equal, state.params, trained.params)
+    chex.assert_trees_all_equal(state.params, trained.params)
     with pytest.raises(ConfigError, match=r"drafter\.block_size: the config has 8, .*out has 4"):
         setup.build_models(small(**changes, drafter__block_size=8), mesh)
 

@@ -126,8 +126,8 @@ class TrainSettings:
     """The loop.
 
     Attributes:
-      steps: optimizer steps, or 0 = by epochs.
-      epochs: passes over the rows, or 0 = by steps.
+      steps: optimizer steps; 0 = by epochs.
+      epochs: passes over the rows; ignored where steps are stated.
       num_anchors: blocks a row and step.
       accumulate: parts a batch is split into, one after the other, to save memory; exact.
       seed: of the drafter's weights, the order of the rows and the anchors.
@@ -250,10 +250,8 @@ class Settings:
     def _contradictions(self) -> list[str]:
         data, train, drafter, mesh = self.data, self.train, self.drafter, self.mesh
         problems = []
-        if bool(train.steps) == bool(train.epochs):
-            problems.append(
-                f"train.steps {train.steps} and train.epochs {train.epochs}: set one of them and 0"
-            )
+        if not (train.steps or train.epochs):
+            problems.append("train.steps 0 and train.epochs 0: nothing to do")
         if bool(data.train) == bool(self.synthetic.rows):
             problems.append(
                 f"data.train {list(data.train)} and synthetic.rows {self.synthetic.rows}: "

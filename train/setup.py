@@ -225,7 +225,7 @@ def train_batches(settings: Settings, rows: Rows) -> grain.DatasetIterator:
             batch_size=settings.data.batch_size,
             seq_length=settings.data.max_length,
             seed=settings.train.seed,
-            epochs=settings.train.epochs or None,
+            epochs=None if settings.train.steps else settings.train.epochs,
             host_index=jax.process_index(),
             host_count=jax.process_count(),
         )
