@@ -54,7 +54,7 @@ class Scripted:
 
     def absorb(self, params, state, features_BTM, tokens_BT, start_B, length_B):
         def put(old, new, start):
-            return jax.lax.dynamic_update_slice_in_dim(old, new, start, 0)
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, 0)
 
         return {
             "features_BSM": jax.vmap(put)(state["features_BSM"], features_BTM, start_B),
