@@ -137,6 +137,8 @@ def export_drafter(drafter: Drafter, out_dir: str | Path, dtype: Any = None) -> 
         # Readers based on Transformers insist on this piece of metadata.
         save_file(tensors, staged / "model.safetensors", metadata={"format": "pt"})
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        # safetensors makes files that only their owner may read.
+        (staged / "model.safetensors").chmod((staged / "config.json").stat().st_mode)
         for file in ("model.safetensors", "config.json"):
             os.replace(staged / file, out / file)
     return out
