@@ -23,8 +23,10 @@ def attend(
       [B, T, K, G, H] in the dtype of `q`; zeros where a query sees nothing.
     """
     scale = q_BTKGH.shape[-1] ** -0.5
+    # Keys first: with the queries first, XLA's CPU backend copies the keys of a one-token pass to
+    # another layout at every step.
     scores = jnp.einsum(
-        "btkgh,bksh->bkgts", q_BTKGH * scale, k_BKSH, preferred_element_type=jnp.float32
+        "bksh,btkgh->bkgts", k_BKSH, q_BTKGH * scale, preferred_element_type=jnp.float32
     )
     mask = mask_BTS[:, None, None]
     probs = masked_softmax(scores, mask)
