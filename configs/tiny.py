@@ -5,7 +5,8 @@
 The target is random; prompts are random ids and the responses its own. Prompts, responses and
 evaluation rows are drawn anew for every seed, and kept in the workdir.
 
-Hardware: 2 CPU cores. Expected: not measured yet.
+Hardware: 2 CPU cores, 58 s of CPU time (most of it compilation). Expected: held out, slot accuracy
+0.46 (chance 1/64), simulated acceptance 2.1, decoded 1.7 of at most 4.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +20,7 @@ def get_config() -> ConfigDict:
     config.drafter.update(
         num_layers=2, num_taps=3, target_layer_ids=(0, 2, 3), block_size=4, mask_token_id=1
     )
-    config.data.update(max_length=40, batch_size=32, held_out_fraction=0.1)
+    config.data.update(max_length=40, batch_size=16, held_out_fraction=0.1)
     config.synthetic.update(rows=1024, prompt_length=8, response_length=32)
     config.train.update(
         steps=250,

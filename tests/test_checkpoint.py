@@ -127,7 +127,7 @@ def changed_meta(drafter: dict[str, Any] | None = None, **settings: Any) -> dict
             "drafter.rope.theta: the checkpoint has 10000.0, this run 5.0",
         ),
         (changed_meta(train__seed=1), "config train.seed: the checkpoint has 0, this run 1"),
-        (changed_meta(data__batch_size=8), "config data.batch_size: the checkpoint has 32"),
+        (changed_meta(data__batch_size=8), "config data.batch_size: the checkpoint has 16"),
         (META | {"data": {"checksum": "x"}}, "data.checksum: the checkpoint has 'abc', this run"),
         (
             META | {"target": META["target"] | {"rms_norm_eps": 1e-5}},

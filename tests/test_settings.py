@@ -99,8 +99,8 @@ def test_unknown_and_missing_fields() -> None:
         ({"drafter__mask_token_id": -1}, "drafter.mask_token_id: -1 needs drafter.warm_start"),
         ({"drafter__block_size": 1}, "drafter.block_size: 1 leaves nothing to predict"),
         ({"drafter__block_size": 41}, "drafter.block_size 41 is above data.max_length 40"),
-        ({"mesh__fsdp": 3}, "data.batch_size 32 / train.accumulate 1 is not divisible by mesh"),
-        ({"train__accumulate": 3}, "data.batch_size 32 / train.accumulate 3 is not divisible"),
+        ({"mesh__fsdp": 3}, "data.batch_size 16 / train.accumulate 1 is not divisible by mesh"),
+        ({"train__accumulate": 3}, "data.batch_size 16 / train.accumulate 3 is not divisible"),
         ({"synthetic__response_length": 40}, "response_length 48 is above data.max_length 40"),
     ],
 )

@@ -238,9 +238,9 @@ def one_device(models: setup.Models) -> tuple[TrainState, list[float]]:
     "changes",
     [
         {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
-        {"mesh.fsdp": 2, "train.accumulate": 2},
+        {"mesh.fsdp": 2, "train.accumulate": 2, "train.attention": "chunked"},
     ],
-    ids=["eight devices", "two devices, two parts"],
+    ids=["eight devices", "two devices, two parts, chunked attention"],
 )
 def test_the_loss_is_the_same_however_it_is_split(
     models: setup.Models,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -51,11 +52,9 @@ class Summary:
         for name in ("loss", "accuracy", "acceptance"):
             values = (row.get(name) for row in (self.train, self.evaluation))
             table.add_row(name.replace("acceptance", "acceptance, simulated"), *map(_text, values))
-        slots = self.evaluation.get("accuracy_by_slot") or self.train["accuracy_by_slot"]
-        for slot, value in enumerate(slots, 1):
-            trained = self.train["accuracy_by_slot"][slot - 1]
-            held_out = value if self.evaluation else None
-            table.add_row(f"accuracy, slot {slot}", _text(trained), _text(held_out))
+        by_slot = (row.get("accuracy_by_slot", ()) for row in (self.train, self.evaluation))
+        for slot, pair in enumerate(itertools.zip_longest(*by_slot), 1):
+            table.add_row(f"accuracy, slot {slot}", *map(_text, pair))
         if "decode_acceptance" in self.evaluation:
             e = self.evaluation
             table.add_row("acceptance, decoded", "", _text(e["decode_acceptance"]))
@@ -134,9 +133,9 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
 
 
 def _summary(num_steps: int, start: int, seconds: float, workdir: Path) -> Summary:
-    logged = read_rows(workdir / "metrics.jsonl")
     last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
-    for row in logged:
+    log = workdir / "metrics.jsonl"
+    for row in read_rows(log) if log.exists() else []:  # the rows of a finished run may be gone
         last[row["kind"]] = row
     return Summary(num_steps, start, last["train"], last["eval"], seconds, workdir)
 
