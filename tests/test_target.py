@@ -146,7 +146,7 @@ def reach(target: Target, length: int) -> np.ndarray:
         return apply(target.model, params, hidden, method="head")[0]
 
     table = target.params["embed"]["embedding"]
-    jacobian = jax.jacrev(lambda e: jnp.sum(jnp.sin(logits(e)), -1))(table)
+    jacobian = jax.jit(jax.jacrev(lambda e: jnp.sum(jnp.sin(logits(e)), -1)))(table)
     return np.abs(np.asarray(jacobian)[:, :length]).max(-1) > 0
 
 
