@@ -30,7 +30,7 @@ _PROMPTS = flags.DEFINE_integer("prompts", 8, "Held-out prompts to time.", lower
 _SHOWN = flags.DEFINE_integer("shown", 2, "Of them, answers to stream.", lower_bound=0)
 _TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Per answer.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer(
-    "repeats", 3, "Timed runs of each kind; medians count.", lower_bound=1
+    "repeats", 1, "Timed runs of each kind; medians count.", lower_bound=1
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the numbers (JSON).")
 

@@ -16,18 +16,19 @@ done
 bash scripts/setup.sh demo
 python=.venv/bin/python
 export HF_HUB_OFFLINE=1 JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
+export JAX_COMPILATION_CACHE_MAX_SIZE=2147483648 # a limit also turns on the lock for parallel runs
 
 if [[ -n $quick ]]; then
-  run=runs/demo-quick prompts=64 tokens=48 held_out=0.15
-  options=(--config.train.steps=24 --config.train.eval_every=24 --config.train.num_anchors=12
-    --config.train.checkpoint_every=12 --config.data.max_length=160)
+  run=runs/demo-quick prompts=48 tokens=32 prompt_tokens=64 held_out=0.15 shown=1 timed=3 new=48
+  options=(--config.train.steps=10 --config.train.eval_every=10 --config.train.num_anchors=12
+    --config.train.checkpoint_every=5 --config.data.max_length=96)
 else
-  run=runs/demo prompts=320 tokens=112 held_out=0.05 options=()
+  run=runs/demo prompts=192 tokens=96 prompt_tokens=96 held_out=0.08 shown=2 timed=8 new=96 options=()
 fi
 
 echo "1. The target answers $prompts ShareGPT prompts"
 $python scripts/regenerate.py --target=smollm2-135m-instruct --prompts=sharegpt --on_truncation=keep \
-  --out="$run/answers.jsonl" --num_prompts=$prompts --max_prompt_tokens=128 --max_new_tokens=$tokens \
+  --out="$run/answers.jsonl" --num_prompts=$prompts --max_prompt_tokens=$prompt_tokens --max_new_tokens=$tokens \
   --held_out_fraction=0 --batch_size=16
 
 echo "2. A drafter is trained on the answers"
@@ -37,4 +38,4 @@ $python scripts/export_drafter.py --workdir="$run/train" --out="$run/drafter"
 
 echo "3. Held-out prompts, answered speculatively"
 $python scripts/demo.py --target=smollm2-135m-instruct --drafter="$run/drafter" --answers="$run/answers.jsonl" \
-  --held_out_fraction=$held_out --output="$run/demo.json"
+  --held_out_fraction=$held_out --shown=$shown --prompts=$timed --max_new_tokens=$new --output="$run/demo.json"
