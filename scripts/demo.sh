@@ -15,7 +15,7 @@ done
 
 bash scripts/setup.sh demo
 python=.venv/bin/python
-export HF_HUB_OFFLINE=1 JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
+export HF_HUB_OFFLINE=1 TRANSFORMERS_NO_ADVISORY_WARNINGS=1 JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
 export JAX_COMPILATION_CACHE_MAX_SIZE=2147483648 # a limit also turns on the lock for parallel runs
 
 if [[ -n $quick ]]; then
