@@ -2,7 +2,7 @@
 
     python -m train.main --config=configs/demo.py --workdir=runs/demo/train
 
-`runs/demo/answers.jsonl` comes from scripts/regenerate.py. Everything is cut down to what two CPU
+Both files of `runs/demo` come from scripts/regenerate.py. Everything is cut down to what two CPU
 cores can do in a few minutes: few prompts, short answers, one layer, blocks of 4.
 
 Hardware: 2 CPU cores. Expected: docs/results/demo_cpu.json.
@@ -18,7 +18,10 @@ def get_config() -> ConfigDict:
     config.target.path = "smollm2-135m-instruct"
     config.drafter.update(mask_token_id=16, num_layers=1, num_taps=3, block_size=4)
     config.data.update(
-        train=("runs/demo/answers.jsonl",), max_length=192, batch_size=8, held_out_fraction=0.05
+        train=("runs/demo/answers.jsonl",),
+        eval=("runs/demo/held_out.jsonl",),
+        max_length=192,
+        batch_size=8,
     )
     config.train.update(
         steps=40,

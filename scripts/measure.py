@@ -47,10 +47,14 @@ def tree_bytes(pid: int) -> int:
 
 
 def main(command: list[str]) -> int:
-    if not command:
-        sys.exit(__doc__)
+    if not command or command[0].startswith("-"):
+        print(__doc__, file=sys.stdout if command == ["--help"] else sys.stderr)
+        return 0 if command == ["--help"] else 2
     start, peak = time.monotonic(), 0
-    process = subprocess.Popen(command)
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        sys.exit(f"error: {error}")
     while True:
         try:
             code = process.wait(timeout=PERIOD_S)

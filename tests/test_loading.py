@@ -1,5 +1,6 @@
 """Folders, aliases and exports: what loads, what is refused, and with which words."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import loading
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import init_drafter
 from dflash_jax.errors import ConfigError, DFlashError, LoadError, WeightsError
 from dflash_jax.loading import export_drafter, load_drafter, load_target
 from dflash_jax.sharding import make_mesh
+from dflash_jax.target import Target, TargetModel
 
 CASES = ["qwen3", "llama", "qwen3_moe"]
 
@@ -68,6 +70,38 @@ def test_export_overwrites_an_older_export(golden, tmp_path):
     again = load_drafter(tmp_path, target)
     assert again.config == config
     _same(again.params, fresh.params)
+
+
+def test_export_in_parts_reads_like_one_file(golden, tmp_path):
+    target = load_target(golden.path("qwen3", "target"))
+    drafter = load_drafter(golden.path("qwen3", "drafter"), target)
+    out = export_drafter(drafter, tmp_path / "out", max_shard_size=300_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    parts = sorted(out.glob("*.safetensors"))
+    assert {file.name for file in parts} == set(index["weight_map"].values())
+    assert len(parts) > 1
+    assert all(file.stat().st_size < 310_000 for file in parts)
+    _same(load_drafter(out, target).params, drafter.params)
+    # Another split into the same folder leaves nothing of the first.
+    export_drafter(drafter, out)
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_the_shipped_drafter_fits_its_target():
+    config = TargetConfig.smollm2_135m()
+    target = dataclasses.replace(target_like(config), stop_token_ids=(0, 2))
+    drafter = load_drafter("smollm2-135m-dflash", target, dtype="bfloat16")
+    assert drafter.config.mask_token_id == 16
+    folder = loading.SHIPPED["smollm2-135m-dflash"]
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    assert max(sizes) < 16 * 2**20
+    assert sum(sizes) < 40 * 2**20
+    assert (folder / "README.md").is_file()
+
+
+def target_like(config):
+    """A target without weights: what `load_drafter` checks a drafter against."""
+    return Target(config, TargetModel(config, jnp.float32), params={}, name="smollm2")
 
 
 def test_export_keeps_bfloat16(golden, tmp_path):
