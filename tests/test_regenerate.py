@@ -14,12 +14,11 @@ from dflash_jax.generation import SamplingParams, generate_ids
 from infer.prompts import encode_prompt
 from tests.text_rigs import text_target
 from train.chat import ChatFormat
+from train.conversations import is_held_out
 from train.data import load_samples
 from train.regenerate import RegenerateError, RegenerateSettings, recover, regenerate
 
-SETTINGS = RegenerateSettings(
-    temperature=0.8, seed=3, max_new_tokens=8, max_prompt_tokens=70, held_out_fraction=0.0
-)
+SETTINGS = RegenerateSettings(temperature=0.8, seed=3, max_new_tokens=8, max_prompt_tokens=70)
 
 
 @pytest.fixture
@@ -85,13 +84,48 @@ def test_another_run_is_not_continued(source: Path, tmp_path: Path) -> None:
         ({"temperature": 0.0}, r"temperature 0\.8, this run 0\.0"),
         ({"seed": 4}, r"seed \d+, this run \d+"),
         ({"max_new_tokens": 9}, "max_new_tokens 8, this run 9"),
+        ({"top_k": 5}, "top_k 0, this run 5"),
+        ({"top_p": 0.9}, r"top_p 1\.0, this run 0\.9"),
     ):
         other = RegenerateSettings(**{**vars(SETTINGS), **change})
         with pytest.raises(RegenerateError, match=message):
             regenerate(target, [str(source)], out, other)
+    with pytest.raises(RegenerateError, match="row r0 answers another prompt"):
+        regenerate(target, [str(source)], out, SETTINGS, enable_thinking=False)
+    others = tmp_path / "others.jsonl"  # the same ids, other prompts
+    row = {"id": "r0", "messages": [{"role": "user", "content": "who?"}]}
+    others.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RegenerateError, match="row r0 answers another prompt"):
+        regenerate(target, [str(others)], out, SETTINGS)
+    assert out.read_bytes() == before
     out.write_bytes(b"{}\n" + before)
     with pytest.raises(RegenerateError, match="line 1 is not a regenerated row"):
         recover(out)
+
+
+def test_training_finds_held_out_rows_in_what_the_defaults_write(tmp_path: Path) -> None:
+    target, out, fraction = text_target(), tmp_path / "out.jsonl", 0.1
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [f"what is {i}?" for i in range(20)]
+    texts += [f"who is {i}?" for i in range(200) if is_held_out(f"who is {i}?", 0.02)][:2]
+    prompts.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in texts
+        )
+    )
+    regenerate(target, [str(prompts)], out, RegenerateSettings(max_new_tokens=3))
+    sides = [
+        load_samples(
+            out,
+            ChatFormat(target.tokenizer, None, target.stop_token_ids),
+            max_length=96,
+            vocab_size=128,
+            held_out_fraction=fraction,
+            held_out=held_out,
+        )[0]
+        for held_out in (False, True)
+    ]
+    assert sorted(map(int, sides[0].ids + sides[1].ids)) == list(range(22))
 
 
 def test_training_evaluation_and_generation_render_alike(source: Path, tmp_path: Path) -> None:
@@ -129,7 +163,6 @@ def test_killed_while_answering_on_the_real_model(tmp_path: Path) -> None:
         "--target=smollm2-135m-instruct",
         f"--prompts={prompts}",
         f"--out={out}",
-        "--held_out_fraction=0",
         "--max_new_tokens=12",
         "--batch_size=4",
     ]

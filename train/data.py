@@ -7,7 +7,7 @@ A regenerated file (written by scripts/regenerate.py) is JSONL, one row a prompt
      "prompt_ids": [int],      what generation started from: template, thinking mode, all applied
      "response_ids": [int],    the target's tokens, the stop token included where it came
      "finish_reason": "stop" | "length",
-     "temperature": float, "seed": int,
+     "temperature": float, "top_k": int, "top_p": float, "seed": int,
      "messages": [{"role", "content"}],   the prompt's messages, without the response
      "target": str}            name of the target that answered
 

@@ -42,12 +42,13 @@ class RegenerateSettings:
     """What decides the rows; a file is continued only by the same settings.
 
     Attributes:
-      held_out_fraction, held_out: the side of the split to answer (`conversations.Selector`).
+      temperature, top_k, top_p, seed: of sampling; a prompt's own seed follows from `seed` and its
         id.
       max_new_tokens: budget of a response.
       max_prompt_tokens: longer prompts are left out, and counted.
       every_user_turn: prompts up to each user turn instead of the first only.
-      held_out_fraction, held_out: which side of the split to answer (`conversations.Selector`).
+      held_out_fraction, held_out: which side of the split to answer (`conversations.Selector`); 0
+        = all prompts, for training splits its rows itself.
       num_prompts: stop after so many prompts; 0 = all.
     """
 
@@ -58,7 +59,7 @@ class RegenerateSettings:
     max_new_tokens: int = 512
     max_prompt_tokens: int = 512
     every_user_turn: bool = False
-    held_out_fraction: float = 0.02
+    held_out_fraction: float = 0.0
     held_out: bool = False
     num_prompts: int = 0
 
@@ -126,11 +127,14 @@ def _check_row(
     expected = {
         "target": target.name,
         "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
         "seed": settings.sampling(row["id"]).seed,
         "max_new_tokens": settings.max_new_tokens,
     }
+    off = {"top_k": 0, "top_p": 1.0}  # rows of other writers may leave these out
     for field, value in expected.items():
-        if row.get(field) != value:
+        if row.get(field, off.get(field)) != value:
             raise RegenerateError(
                 f"{path}: row {row['id']} has {field} {row.get(field)!r}, this run {value!r}; "
                 "continue with the same settings or choose another file"
@@ -165,7 +169,7 @@ def regenerate(
     done = recover(out)
     for row in done:
         _check_row(row, target, settings, out)
-    known = {row["id"] for row in done}
+    known = {row["id"]: row.get("prompt_ids") for row in done}
     if len(known) < len(done):
         raise RegenerateError(f"{out}: {len(done)} rows have only {len(known)} different ids")
     chat = ChatFormat(target.tokenizer, enable_thinking, target.stop_token_ids or None)
@@ -188,6 +192,12 @@ def regenerate(
             if times_seen[key] > 1:  # another prompt of that id, in this file or the next
                 key = f"{key}#{times_seen[key]}"
             if key in known:
+                if known[key] != ids:
+                    raise RegenerateError(
+                        f"{out}: row {key} answers another prompt than this run's of that id: "
+                        f"prompt_ids {_ends(known[key])}, here {_ends(ids)}; another prompt file, "
+                        "chat template or thinking mode? Choose another file"
+                    )
                 report.already += 1
                 continue
             source[key] = prompt
@@ -208,6 +218,8 @@ def regenerate(
                 "response_ids": response,
                 "finish_reason": output.finish_reasons[0],
                 "temperature": settings.temperature,
+                "top_k": settings.top_k,
+                "top_p": settings.top_p,
                 "seed": job.sampling.seed,
                 "max_new_tokens": job.max_new_tokens,
                 "messages": source.pop(job.key).messages,
@@ -221,6 +233,10 @@ def regenerate(
             report.seconds = time.perf_counter() - start
             progress(report)
     return report
+
+
+def _ends(ids: Any) -> str:
+    return f"{len(ids)} ids ending in {ids[-4:]}" if isinstance(ids, list) else repr(ids)
 
 
 def _prompts(
