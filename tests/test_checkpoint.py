@@ -1,6 +1,8 @@
 """Checkpoints: exact, committed whole, and refused where they belong to another run."""
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +149,15 @@ def test_other_changes_are_noted() -> None:
         "train.keep: 2 -> 3",
         "train.steps: 250 -> 400",
     ]
+
+
+def test_a_damaged_checkpoint_is_named(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    for file in (tmp_path / "run" / "checkpoints" / "9").rglob("*"):
+        if file.is_file() and "state" in file.parts:
+            os.truncate(file, min(file.stat().st_size, 10))
+    with Checkpoints(tmp_path / "run", keep=None) as checkpoints:
+        message = r"checkpoints/9: the checkpoint cannot be read .* other steps: \[6\]"
+        with pytest.raises(ResumeError, match=message):
+            checkpoints.restore_drafter()
+        checkpoints.restore_drafter(step=6)

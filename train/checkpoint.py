@@ -134,7 +134,15 @@ class Checkpoints:
         step = self.latest_step if step is None else step
         if step is None:
             raise FileNotFoundError(f"no complete checkpoint in {self.path}")
-        return self._manager.restore(step, args=ocp.args.Composite(**items))
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax raises whatever its parts do
+            raise ResumeError(
+                f"{self.path / str(step)}: the checkpoint cannot be read "
+                f"({type(error).__name__}: {error}); other steps: "
+                f"{sorted(set(self._manager.all_steps()) - {step})}. Move this folder away to go "
+                "on from the one before"
+            ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -9,8 +9,6 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
-from dflash_jax.errors import DFlashError
-from train.conversations import ConversationFileError
 from train.loop import train
 from train.metrics import NonFiniteError
 from train.settings import Settings
@@ -30,7 +28,7 @@ def main(argv: list[str]) -> None:
     source = config_flags.get_config_filename(flags.FLAGS["config"])
     try:
         summary = train(Settings.from_config(_CONFIG.value, source), workdir, console)
-    except (DFlashError, ConversationFileError, NonFiniteError) as error:
+    except (ValueError, OSError, NonFiniteError) as error:
         sys.exit(f"error: {error}")
     console.print(summary.table())
 
