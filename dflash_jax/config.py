@@ -104,7 +104,7 @@ class TargetConfig:
         """
         fields = Fields(config, source)
         model_type = config.get("model_type")
-        if model_type not in _ARCHITECTURES:
+        if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             raise fields.error(
                 f"model_type {model_type!r} is not supported (only {sorted(_ARCHITECTURES)}); "
                 "hybrid and recurrent targets cannot roll back a rejected draft"
@@ -305,7 +305,7 @@ class DrafterConfig:
                 f"architectures {config['architectures']!r} is not ['DFlashDraftModel']; other "
                 "draft models predict from other slots"
             )
-        nested = config.get("dflash_config") or {}
+        nested = fields.object("dflash_config")
         unknown = sorted(k for k, v in nested.items() if k not in _NESTED_KEYS and v not in _OFF)
         if unknown:
             raise fields.error(

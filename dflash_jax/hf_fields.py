@@ -103,10 +103,17 @@ class Fields:
             raise self.error(f"{name} must be true or false, got {value!r}")
         return value
 
+    def object(self, name: str) -> Mapping[str, Any]:
+        """A nested object; {} where it is absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(f"{name} must be an object, got {value!r}")
+        return value or {}
+
     def either(self, name: str, nested: str) -> Any:
         """The value of `name` at top level or inside the object `nested`; both must agree."""
-        inner = self.get(nested)
-        outer_value, inner_value = self.get(name), inner.get(name) if inner else None
+        inner = self.object(nested)
+        outer_value, inner_value = self.get(name), inner.get(name)
         if outer_value is not None and inner_value is not None and outer_value != inner_value:
             raise self.error(
                 f"{name} is {outer_value!r} at top level but {inner_value!r} in {nested}"
@@ -137,6 +144,8 @@ class Fields:
         if use is not None and not isinstance(use, bool):
             raise self.error(f"use_sliding_window must be true or false, got {use!r}")
         if types is not None:
+            if not isinstance(types, list | tuple):
+                raise self.error(f"layer_types must be a list, got {types!r}")
             if len(types) != num_layers:
                 raise self.error(
                     f"layer_types has {len(types)} entries but num_hidden_layers is {num_layers}"

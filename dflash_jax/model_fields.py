@@ -85,6 +85,8 @@ def shape_to_hf(config: Any) -> dict[str, Any]:
 def read_moe(fields: Fields, num_layers: int) -> dict[str, Any]:
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise fields.error(f"mlp_only_layers must be a list of layer numbers, got {dense!r}")
     return {
         "num_experts": fields.integer("num_experts"),
         "num_experts_per_tok": fields.integer("num_experts_per_tok"),
@@ -96,7 +98,7 @@ def read_moe(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 def read_sliding_causal(fields: Fields, layer_types: tuple[str, ...]) -> bool:
     """`dflash_config.causal` (vLLM) or `sliding_window_non_causal` (speculators)."""
-    causal = (fields.get("dflash_config") or {}).get("causal")
+    causal = fields.object("dflash_config").get("causal")
     other = fields.get("sliding_window_non_causal")
     for name, value in (("dflash_config.causal", causal), ("sliding_window_non_causal", other)):
         if value not in (None, True, False):

@@ -278,6 +278,19 @@ def test_unknown_dflash_config_keys_are_refused_unless_off(drafter, key):
     assert DrafterConfig.from_hf(_nested(drafter, **{key: False})) == want
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("dflash_config", [1], "must be an object"),
+        ("dflash_config", "x", "must be an object"),
+        ("layer_types", 3, "must be a list"),
+        ("layer_types", "full_attention", "must be a list"),
+    ],
+)
+def test_fields_of_another_type_are_named(drafter, field, value, expected):
+    _refused(DrafterConfig.from_hf, drafter | {field: value}, field, expected, repr(value))
+
+
 def test_reduced_vocabulary_field_with_the_full_size_is_accepted(drafter):
     assert DrafterConfig.from_hf(drafter | {"draft_vocab_size": 96}).vocab_size == 96
 
@@ -290,6 +303,10 @@ def test_reduced_vocabulary_field_with_the_full_size_is_accepted(drafter):
     [
         {"model_type": "qwen3_next"},
         {"model_type": None},
+        {"model_type": ["qwen3"]},
+        {"layer_types": 6},
+        {"mlp_only_layers": 1, "model_type": "qwen3_moe", "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 8},
         {"hidden_act": "gelu_new"},
         {"partial_rotary_factor": 0.25},
         {"final_logit_softcapping": 30.0},
