@@ -48,12 +48,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: {self.temperature} must be a finite number >= 0")
-        if self.top_k < 0 or int(self.top_k) != self.top_k:
-            raise ValueError(f"top_k: {self.top_k} must be an integer >= 0 (0 = off)")
+        if not 0 <= self.top_k < 2**31 or int(self.top_k) != self.top_k:
+            raise ValueError(f"top_k: {self.top_k} must be an integer in 0..2**31 - 1 (0 = off)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: {self.top_p} must be in (0, 1] (1 = off)")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed: {self.seed} must be in 0..2**32 - 1")
+        if not 0 <= self.seed < 2**32 or int(self.seed) != self.seed:
+            raise ValueError(f"seed: {self.seed} must be an integer in 0..2**32 - 1")
 
     @property
     def mode(self) -> SamplingMode:

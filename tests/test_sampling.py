@@ -167,11 +167,13 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
         ("temperature", float("inf")),
         ("top_k", -1),
         ("top_k", 1.5),
+        ("top_k", 2**31),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", float("nan")),
         ("seed", -1),
         ("seed", 2**32),
+        ("seed", 1.5),
     ],
 )
 def test_parameters_out_of_range_are_refused(field: str, value: Any) -> None:
