@@ -70,6 +70,7 @@ def main(argv: list[str]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
+    reference.generation_config.eos_token_id = None  # as with `stop_token_ids=()`
     ids = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_dict=False
     )
@@ -80,9 +81,7 @@ def main(argv: list[str]) -> None:
     def theirs() -> tuple[float, list[int]]:
         start = time.perf_counter()
         with torch.inference_mode():
-            out = reference.generate(
-                torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False
-            )
+            out = reference.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
         return time.perf_counter() - start, out[0, len(ids) :].tolist()
 
     def ours() -> tuple[float, list[int]]:
