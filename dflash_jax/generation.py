@@ -20,7 +20,7 @@ from dflash_jax.decode import (
     prefill,
     run_cycles,
 )
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafter import Drafter, check_fits
 from dflash_jax.sampling import Sampling, SamplingMode
 from dflash_jax.target import Params, Target
 from dflash_jax.verify import STOP
@@ -211,6 +211,8 @@ def make_request(
     ends = [len(row) + int(budget) for row, budget in zip(ids, budgets, strict=True)]
     limits = np.array([min(end, context) for end in ends], np.int32)
     samplings = per_row("sampling", sampling, rows, SamplingParams)
+    if isinstance(drafter, Drafter):
+        check_fits(drafter.config, target, "the drafter")
     proposer, draft_params = as_proposer(drafter, block_size, draft_policy)
     chunk = default_prefill_chunk() if prefill_chunk is None else prefill_chunk
     if int(chunk) != chunk or chunk < 1:
@@ -271,17 +273,17 @@ def stop_rows(
     vocab_size = target.config.vocab_size
     flat = all(isinstance(item, (int, np.integer)) for item in given)
     lists: list[Any] = [given] * rows if flat else per_row("stop_token_ids", given, rows, ())
+    for token in (token for item in lists for token in (item if np.iterable(item) else [item])):
+        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"stop_token_ids: {token!r} is no id of the vocabulary of {vocab_size}"
+            )
     # Widths 4, 8, 16, ...: another number of stop ids seldom means another compilation.
     width = 4
     while width < max(len(item) for item in lists):
         width *= 2
     out = np.full((rows, width), -1, np.int32)
     for i, item in enumerate(lists):
-        for token in item:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}"
-                )
         out[i, : len(item)] = item
     return out
 

@@ -82,6 +82,11 @@ def load_target(
     )
     tokenizer = _folder_tokenizer(path)
     stop_token_ids = _stop_token_ids(path, tokenizer)
+    if any(token >= config.vocab_size for token in stop_token_ids):
+        raise ConfigError(
+            f"{path}: end-of-sequence ids {list(stop_token_ids)} are beyond vocab_size "
+            f"{config.vocab_size}"
+        )
     return Target(config, TargetModel(config, dtype), params, tokenizer, stop_token_ids, name)
 
 
@@ -265,7 +270,10 @@ def _folder_tokenizer(path: Path) -> Any:
         return None
     from transformers import AutoTokenizer  # slow to import, needed only here
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise LoadError(f"{path}: its tokenizer cannot be read: {error}") from error
 
 
 def _stop_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:

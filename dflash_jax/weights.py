@@ -205,7 +205,10 @@ class SafetensorsSource:
         index, single = folder / INDEX, folder / "model.safetensors"
         self._tensors: dict[str, tuple[Path, str, tuple[int, ...], int]] = {}
         if index.is_file():
-            weight_map: dict[str, str] = _json(index, index.read_bytes())["weight_map"]
+            content = _json(index, index.read_bytes())
+            weight_map = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(weight_map, dict):
+                raise WeightsError(f"{index}: weight_map must say which file holds each tensor")
             for file in sorted(set(weight_map.values())):
                 self._add(folder / file)
             absent = sorted(n for n, file in weight_map.items() if self._file(n) != file)
@@ -228,13 +231,24 @@ class SafetensorsSource:
             if size < 8 + length:
                 raise WeightsError(f"{file}: truncated, {size} bytes but a header of {length}")
             header = _json(file, handle.read(length))
+        if not isinstance(header, dict):
+            raise WeightsError(f"{file}: not a safetensors file, its header is {header!r:.40}")
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:
-                raise WeightsError(f"{file}: {name} has type {entry['dtype']}, not floating point")
+            try:
+                (begin, end), dtype = entry["data_offsets"], entry["dtype"]
+                count = math.prod(entry["shape"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise WeightsError(f"{file}: header of {name}: {entry!r:.80}") from error
+            if dtype not in _DTYPES:
+                raise WeightsError(f"{file}: {name} has type {dtype}, not floating point")
             if size < 8 + length + end:
                 raise WeightsError(f"{file}: truncated, {size} bytes, {name} ends at {end}")
+            if count * _DTYPES[dtype].itemsize != end - begin:
+                raise WeightsError(
+                    f"{file}: {name} of shape {entry['shape']} and type {dtype} has "
+                    f"{end - begin} bytes"
+                )
             self._tensors[name] = (file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
 
     def names(self) -> Iterable[str]:

@@ -21,39 +21,49 @@ BEGIN, END = "<!-- results -->", "<!-- /results -->"
 _CHECK = flags.DEFINE_bool("check", False, "Only compare README.md with the results.")
 
 
-def demo_table(result: dict[str, Any]) -> str:
-    """The demo's numbers as Markdown."""
+def demo_table(trained: dict[str, Any], shipped: dict[str, Any]) -> str:
+    """The demo's numbers as Markdown, one column a drafter."""
 
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
+    def number(value: float | None, unit: str = "") -> str:
+        return "-" if value is None else f"{value:.2f}{unit}"
 
-    same = result["identical"]
-    hardware = result["hardware"]
-    rows = [
-        ("plain decoding", f"{result['plain_tokens_per_second']:.1f} tokens/s"),
-        ("speculative decoding", f"{result['tokens_per_second']:.1f} tokens/s"),
-        ("speedup", f"{result['speedup']:.2f}x"),
-        ("identical answers", f"{sum(same)} of {len(same)}"),
-        ("mean acceptance length", number(result["mean_acceptance_length"])),
-        (
-            f"of the {result['prompts'] - result['looping']} answers that do not loop",
-            number(result["mean_acceptance_length_other"]),
-        ),
-        ("cost of a cycle in plain steps", number(result["cycle_cost_in_plain_steps"])),
-    ]
-    lines = ["| `bash scripts/demo.sh` | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
+    def column(result: dict[str, Any]) -> list[str]:
+        same = result["identical"]
+        return [
+            f"{result['plain_tokens_per_second']:.1f} tokens/s",
+            f"{result['tokens_per_second']:.1f} tokens/s",
+            number(result["speedup"], "x"),
+            f"{sum(same)} of {len(same)}",
+            number(result["mean_acceptance_length"]),
+            f"{number(result['mean_acceptance_length_other'])} ({result['looping']} loop)",
+            number(result["break_even_acceptance"]),
+        ]
+
+    names = (
+        "plain decoding",
+        "speculative decoding",
+        "speedup",
+        "identical answers",
+        "mean acceptance length",
+        "without answers that loop",
+        "break-even acceptance (cost of a cycle in plain steps)",
+    )
+    lines = ["| `bash scripts/demo.sh` | trained in the demo | shipped |", "|---|---|---|"]
+    rows = zip(names, column(trained), column(shipped), strict=True)
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    hardware = shipped["hardware"]
     lines += [
         "",
-        f"SmolLM2-135M-Instruct, float32, {hardware['cores']} CPU cores "
-        f"({hardware['machine']}), jax {result['versions']['jax']}, {result['date'][:10]}; "
-        "from `docs/results/demo_cpu.json`.",
+        f"SmolLM2-135M-Instruct, float32, {hardware['cores']} CPU cores ({hardware['machine']}), "
+        f"{shipped['prompts']} held-out prompts, batch 1, greedy, jax "
+        f"{shipped['versions']['jax']}, {shipped['date'][:10]}; from `docs/results/demo_cpu.json` "
+        "and `docs/results/shipped_cpu.json`.",
     ]
     return "\n".join(lines)
 
 
 def demo_figure(result: dict[str, Any], path: Path) -> None:
-    """Tokens a second, and cycles by acceptance length."""
+    """The shipped drafter: tokens a second, and cycles by acceptance length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,15 +107,18 @@ def with_table(readme: str, table: str) -> str:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    result = json.loads((RESULTS / "demo_cpu.json").read_text(encoding="utf-8"))
+    trained, shipped = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("demo_cpu.json", "shipped_cpu.json")
+    )
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
-    new = with_table(old, demo_table(result))
+    new = with_table(old, demo_table(trained, shipped))
     if _CHECK.value:
         if new != old:
             sys.exit("README.md does not say what docs/results say: run scripts/plot_results.py")
         return
-    demo_figure(result, FIGURE)
+    demo_figure(shipped, FIGURE)
     readme.write_text(new, encoding="utf-8")
 
 

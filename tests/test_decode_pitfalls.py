@@ -368,6 +368,7 @@ def test_a_hybrid_target_is_refused() -> None:
         ({"max_new_tokens": [1, 2]}, "max_new_tokens: 2 values for 1 prompts"),
         ({"stop_token_ids": [500]}, "stop_token_ids: 500 .* 128"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: -1 .* 128"),
+        ({"stop_token_ids": [1.5]}, r"stop_token_ids: 1\.5 .* 128"),
         ({"prompts": []}, "at least one"),
         ({"prompts": [[]]}, r"prompts\[0\]: empty"),
         ({"prompts": [[1, 128]]}, "token id 128 .* 128"),

@@ -99,6 +99,17 @@ def test_the_shipped_drafter_fits_its_target():
     assert (folder / "README.md").is_file()
 
 
+def test_broken_tokenizer_and_foreign_stop_ids_name_their_folder(folder):
+    path = folder("qwen3") / "target"
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**6}))
+    with pytest.raises(ConfigError, match=r"target: end-of-sequence ids \[1000000\] .* 96"):
+        load_target(path)
+    (path / "generation_config.json").unlink()
+    (path / "tokenizer.json").write_text("garbage")
+    with pytest.raises(LoadError, match="target: its tokenizer cannot be read"):
+        load_target(path)
+
+
 def target_like(config):
     """A target without weights: what `load_drafter` checks a drafter against."""
     return Target(config, TargetModel(config, jnp.float32), params={}, name="smollm2")

@@ -319,3 +319,26 @@ def test_quantised_tensors_are_refused(tmp_path):
     save_file({"a": np.ones(3, np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="a has type I8"):
         weights.SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": [1]}', "nonsense"])
+def test_a_broken_index_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
+        weights.SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "not a safetensors file"),
+        ({"a": {}}, "header of a"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "a of shape .* 8 bytes"),
+    ],
+)
+def test_a_broken_header_is_named(tmp_path, header, message):
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(WeightsError, match=rf"model\.safetensors: {message}"):
+        weights.SafetensorsSource(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -37,11 +38,14 @@ def tiny_target(seed: int, dtype: jnp.dtype) -> Target:
 def write_rows(
     path: Path, target: Target, settings: SyntheticSettings, avoid: tuple[int, ...] = ()
 ) -> Path:
-    """Writes regenerated rows (the form of `train/data.py`) unless the file exists.
+    """Writes regenerated rows (the form of `train/data.py`) unless these settings' file exists.
 
     Args:
       avoid: ids that prompts do not contain (the mask).
     """
+    made_by = json.dumps([dataclasses.asdict(settings), target.name, sorted(avoid)])
+    digest = hashlib.sha256(made_by.encode()).hexdigest()[:12]
+    path = path.with_stem(f"{path.stem}-{digest}")
     if path.exists():
         return path
     allowed = np.setdiff1d(np.arange(target.config.vocab_size), np.array(avoid, np.int64))
