@@ -81,7 +81,13 @@ def main(argv: list[str]) -> None:
     def theirs() -> tuple[float, list[int]]:
         start = time.perf_counter()
         with torch.inference_mode():
-            out = reference.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
+            out = reference.generate(
+                torch.tensor([ids]),
+                # Left to itself it masks the end-of-turn tokens of the prompt as padding.
+                attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+                max_new_tokens=count,
+                do_sample=False,
+            )
         return time.perf_counter() - start, out[0, len(ids) :].tolist()
 
     def ours() -> tuple[float, list[int]]:

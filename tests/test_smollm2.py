@@ -37,7 +37,13 @@ def test_the_first_40_greedy_tokens_are_those_of_transformers(target, reference)
     ours = dj.generate_ids(target, None, prompts, max_new_tokens=40, stop_token_ids=())
     for prompt, ids in zip(prompts, ours.token_ids, strict=True):
         with torch.inference_mode():
-            theirs = reference.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+            theirs = reference.generate(
+                torch.tensor([prompt]),
+                # Left to itself it masks the end-of-turn tokens of the prompt as padding.
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=40,
+                do_sample=False,
+            )
         assert ids == theirs[0, len(prompt) :].tolist()
 
 
