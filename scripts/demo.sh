@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on the built-in model: the target answers prompts, a drafter is trained on the answers, and the target
 # then answers held-out prompts with speculative decoding, beside plain decoding.
-#   bash scripts/demo.sh [--quick]       about 8 minutes on 2 CPU cores (--quick: 2); again: what is there is reused
+#   bash scripts/demo.sh [--quick]       about 11 minutes on 2 CPU cores after set-up; again: what is there is reused
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
