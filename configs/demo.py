@@ -24,12 +24,12 @@ def get_config() -> ConfigDict:
         batch_size=8,
     )
     config.train.update(
-        steps=40,
+        steps=32,
         gamma=4.0,
         num_anchors=40,
         log_every=1,
-        eval_every=40,
-        checkpoint_every=20,
+        eval_every=32,
+        checkpoint_every=16,
         keep=1,
     )
     config.optimizer.update(learning_rate=1e-3)

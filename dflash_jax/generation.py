@@ -34,7 +34,7 @@ class SamplingParams:
     """How tokens are chosen. Transform order: temperature, top-k, top-p.
 
     Attributes:
-      temperature: >= 0; 0 is greedy.
+      temperature: in 0..1e6; 0 is greedy.
       top_k: 0 = off.
       top_p: in (0, 1]; 1 = off.
       seed: the same seed gives the same ids, whatever the batch, the drafter or the block size.
@@ -46,8 +46,8 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: {self.temperature} must be a finite number >= 0")
+        if not 0 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature: {self.temperature} must be in 0..1e6 (0 is greedy)")
         if not 0 <= self.top_k < 2**31 or int(self.top_k) != self.top_k:
             raise ValueError(f"top_k: {self.top_k} must be an integer in 0..2**31 - 1 (0 = off)")
         if not 0 < self.top_p <= 1:

@@ -1,5 +1,6 @@
 """Read a Hugging Face `config.json`: typed fields, unsupported mathematics refused."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,8 +92,9 @@ class Fields:
 
     def number(self, name: str) -> float:
         value = self._required(name, self.get(name))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(f"{name} must be a positive number, got {value!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise self.error(f"{name} must be a positive, finite number, got {value!r}")
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

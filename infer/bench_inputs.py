@@ -62,6 +62,8 @@ def load_prompts(options: Any, target: Target) -> list[list[int]]:
     if options.random_weights:
         if options.prompt_file:
             raise ValueError("prompt_file: --random_weights takes random prompts")
+        if options.prompt_length < 1:
+            raise ValueError(f"prompt_length: {options.prompt_length} must be at least 1")
         rng = np.random.default_rng(options.seed)
         shape = (options.batch_size, options.prompt_length)
         return rng.integers(0, target.config.vocab_size, shape).tolist()
@@ -82,7 +84,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
       ValueError: no prompt, or a line that is none, with file and line number.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from error
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{path}: no prompts")

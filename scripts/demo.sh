@@ -22,7 +22,7 @@ if [[ -n $quick ]]; then
   options=(--config.train.steps=10 --config.train.eval_every=10 --config.train.num_anchors=12
     --config.train.checkpoint_every=5 --config.data.max_length=96)
 else
-  run=runs/demo prompts=192 tokens=96 prompt_tokens=96 held_out=8 shown=2 new=96 options=()
+  run=runs/demo prompts=160 tokens=96 prompt_tokens=96 held_out=8 shown=2 new=96 options=()
 fi
 # Prompts of which no drafter here has seen the answers, the shipped one neither.
 split=--held_out_fraction=0.03

@@ -7,7 +7,7 @@ tokens a block, NEVER is wrong at once. One compiled loop serves them all: `righ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode import BoundTarget, Pick
-from dflash_jax.drafter import Drafter, init_drafter
+from dflash_jax.drafter import DFlashDrafter, Drafter, init_drafter
 from dflash_jax.generation import CustomDrafter, GenerationOutput, generate_ids
-from dflash_jax.target import Target, init_target, target_forward
+from dflash_jax.target import Target, TargetModel, init_target, target_forward
 
 BLOCK = 8
 SLOTS = 128
@@ -78,6 +78,19 @@ class Scripted:
         return jnp.where(offsets < params["right_B"][:, None], truth, wrong)
 
 
+def random_params(init: Callable[[], Any], scale: float) -> Any:
+    """Normal matrices, unit norms, zero biases in the shapes of `init`, which is not compiled."""
+    rng = np.random.default_rng(3)
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        fill = {"scale": 1.0, "bias": 0.0}.get(path[-1].key)
+        if fill is not None:
+            return jnp.full(shape.shape, fill)
+        return jnp.asarray(rng.normal(0, scale, shape.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init))
+
+
 @cache
 def tiny_target(model_type: str = "qwen3", **changes: Any) -> Target:
     """Random weights, scaled up so that greedy continuations wander and do not repeat a token."""
@@ -90,9 +103,8 @@ def tiny_target(model_type: str = "qwen3", **changes: Any) -> Target:
             **changes,
         },
     )
-    target = init_target(config, seed=7)
-    params = jax.tree.map(lambda p: p * (12 if p.ndim > 1 else 1), target.params)
-    return dataclasses.replace(target, params=params)
+    params = random_params(lambda: init_target(config).params, 0.3)
+    return Target(config, TargetModel(config, jnp.dtype("float32")), params, name="tiny")
 
 
 @cache
@@ -109,9 +121,8 @@ def tiny_drafter(**changes: Any) -> Drafter:
             **changes,
         },
     )
-    drafter = init_drafter(target, config, seed=3)
-    params = jax.tree.map(lambda p: p * (8 if p.ndim > 1 else 1), drafter.params)
-    return dataclasses.replace(drafter, params=params)
+    params = random_params(lambda: init_drafter(target, config).params, 0.16)
+    return Drafter(config, DFlashDrafter(config, jnp.dtype("float32")), params)
 
 
 def stub(

@@ -215,6 +215,8 @@ def test_rows_that_part_are_counted_with_their_margin() -> None:
         ([*TINY, "--block_size=1", "--synthetic_acceptance=1"], "block_size: 1 is plain"),
         ([*TINY, "--synthetic_acceptance=4.5"], "synthetic_acceptance: 4.5 must lie in 1..4"),
         ([*TINY, "--synthetic_acceptance=0.5"], "synthetic_acceptance: 0.5"),
+        ([*TINY, "--prompt_length=-1"], "prompt_length: -1 must be at least 1"),
+        (["--target={golden}", "--prompt_file={binary}"], "binary.txt: not UTF-8 text"),
         ([*TINY, "--context=7"], "num_slots: 7"),
         ([*TINY, "--max_new_tokens=1"], "max_new_tokens: nothing is left"),
         ([*TINY, "--output=nowhere/x.json"], "output: nowhere is not a folder"),
@@ -234,7 +236,10 @@ def test_errors_are_one_line(
 ) -> None:
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt": [1]}')
-    filled = [a.format(golden=golden.path("qwen3", "target"), ids=ids) for a in arguments]
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\x00")
+    paths = {"golden": golden.path("qwen3", "target"), "ids": ids, "binary": binary}
+    filled = [a.format(**paths) for a in arguments]
     assert command.run(parse(*filled), ["bench.py"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

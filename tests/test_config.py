@@ -159,6 +159,7 @@ def test_missing_or_absurd_sizes_name_the_field(target, drafter, field):
         _refused(read, _without(config, field), field)
         _refused(read, config | {field: 0}, field, 0)
         _refused(read, config | {field: "8"}, field, "'8'")
+        _refused(read, config | {field: float("inf")}, field, "inf")
 
 
 def test_heads_must_divide_into_groups(target):

@@ -67,7 +67,7 @@ def golden_case() -> tuple[Target, Drafter, list[list[int]], dict]:
 
 def sliding_case() -> tuple[Target, Drafter, list[list[int]], dict]:
     prompts = random_prompts([1, 9, 28, 5], seed=3)
-    return tiny_target(), tiny_drafter(**SLIDING), prompts, OPTIONS
+    return tiny_target(), tiny_drafter(**SLIDING), prompts, {**OPTIONS, "max_new_tokens": 12}
 
 
 @pytest.mark.parametrize("case", [golden_case, sliding_case])

@@ -213,7 +213,7 @@ def test_window_off_with_a_number_present() -> None:
     assert [off.window(i) for i in range(2)] == [None, None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=3),
     st.integers(1, 6),

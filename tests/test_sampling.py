@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 1e300),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_k", 2**31),
@@ -177,7 +179,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     ],
 )
 def test_parameters_out_of_range_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field}: {value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{field}: {value}")):
         SamplingParams(**{field: value})
 
 

@@ -37,8 +37,7 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         return app.parse_flags_with_usage(argv)
     except (AttributeError, TypeError, KeyError) as error:  # a misspelled or mistyped override
-        text = error.args[0] if error.args else error
-        sys.exit(f"error: {' '.join(argv[1:])}: {text}")
+        sys.exit(f"error: {error.args[0] if error.args else error}")
 
 
 if __name__ == "__main__":
