@@ -1,10 +1,15 @@
 """Trains a drafter. Run again with the same workdir, it resumes.
 
 python -m train.main --config=configs/NAME.py --workdir=DIR [--config.section.field=value]
+
+On several hosts, the same command on each of them: with `--distributed` on a TPU pod or under SLURM
+or Open MPI, elsewhere with `--coordinator`, `--num_processes` and `--process_id`. The workdir is
+shared.
 """
 
 import sys
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
@@ -15,6 +20,10 @@ from train.settings import Settings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Checkpoints, metrics and data of the run.")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One process of several, found by JAX.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, if not found.")
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "With --coordinator.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process_id", None, "With --coordinator.", lower_bound=0)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -27,10 +36,36 @@ def main(argv: list[str]) -> None:
     assert workdir is not None  # marked as required
     source = config_flags.get_config_filename(flags.FLAGS["config"])
     try:
+        join_processes()
         summary = train(Settings.from_config(_CONFIG.value, source), workdir, console)
     except (ValueError, OSError, NonFiniteError) as error:
         sys.exit(f"error: {error}")
-    console.print(summary.table())
+    if jax.process_index() == 0:
+        console.print(summary.table())
+
+
+def join_processes() -> None:
+    """Connects to the run's other processes, where the flags say that there are any.
+
+    Raises:
+      ValueError: flags that do not go together.
+    """
+    stated = {"num_processes": _PROCESSES.value, "process_id": _PROCESS.value}
+    if _COORDINATOR.value is None:
+        for name, value in stated.items():
+            if value is not None:
+                raise ValueError(f"{name}: {value} needs --coordinator=host:port")
+        if _DISTRIBUTED.value:
+            jax.distributed.initialize()
+        return
+    for name, value in stated.items():
+        if value is None:
+            raise ValueError(f"{name}: missing, --coordinator={_COORDINATOR.value} needs it")
+    if _PROCESS.value >= _PROCESSES.value:
+        raise ValueError(
+            f"process_id: {_PROCESS.value} is not below num_processes {_PROCESSES.value}"
+        )
+    jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
 
 
 def _parse(argv: list[str]) -> list[str]:
