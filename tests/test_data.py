@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from train.chat import ChatFormat, Sample, sample_from_ids
 from train.conversations import BrokenFileWarning, ConversationFileError
-from train.data import TokenStore, load_samples, make_loader, num_batches
+from train.data import load_samples, make_loader, num_batches
+from train.store import TokenStore
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = """\

@@ -30,7 +30,7 @@ from train.conversations import (
     read_conversations,
     select,
 )
-from train.evaluate import is_looping
+from train.repetition import is_looping
 
 
 class RegenerateError(DFlashError):
