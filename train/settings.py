@@ -88,9 +88,9 @@ class DataSettings:
       batch_size: rows a step, over all hosts and devices.
       enable_thinking: for the chat template; None = the template's default.
       on_truncation: "error" or "keep" (the good records) for broken files.
-      loops: what becomes of responses in `train` that end in a loop (train/repetition.py): "keep", "cut"
-        after its first period, or "drop". Cutting keeps the text before, and no file can teach
-        mostly copying. Rows to evaluate on stay as they are; their loops are reported apart.
+      loops: what becomes of responses in `train` that end in a loop (train/repetition.py): "keep",
+        "cut" after its first period, or "drop". Cutting keeps the text before the loop and none of
+        the copying. Rows to evaluate on stay as they are; their loops are reported apart.
       regenerated_by: the target's name that regenerated rows must state; "" = `target.path`.
       limit: rows to read at most; 0 = all.
     """
