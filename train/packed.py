@@ -106,7 +106,8 @@ def read_packed(path: str | Path) -> Packed:
     """
     path = Path(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here: of a broken file, NumPy leaves its own stream open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in _TYPES}
         meta, record_ids = (json.loads(arrays.pop(n).tobytes()) for n in ("meta", "record_ids"))
         problem = _problem(meta, record_ids, arrays)

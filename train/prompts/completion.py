@@ -7,6 +7,7 @@ body is never shown.
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import sysconfig
 import warnings
@@ -48,12 +49,16 @@ def texts(rng: random.Random) -> Iterator[str]:
             yield order[turn].format(name=name, code=code, fenced=f"```python\n{code}\n```")
 
 
-def stdlib_functions() -> Iterator[tuple[str, str]]:
+@functools.cache
+def stdlib_functions() -> tuple[tuple[str, str], ...]:
     """(name, header with docstring) of the functions and methods of the standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        if not _SKIPPED.intersection(path.relative_to(root).parts):
-            yield from functions(path.read_text(encoding="utf-8", errors="replace"))
+    return tuple(
+        found
+        for path in sorted(root.rglob("*.py"))
+        if not _SKIPPED.intersection(path.relative_to(root).parts)
+        for found in functions(path.read_text(encoding="utf-8", errors="replace"))
+    )
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
