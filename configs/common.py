@@ -31,6 +31,7 @@ def base() -> ConfigDict:
             "batch_size": 32,
             "enable_thinking": placeholder(bool),
             "on_truncation": "error",
+            "loops": "cut",
             "regenerated_by": "",
             "limit": 0,
         }
@@ -63,7 +64,12 @@ def base() -> ConfigDict:
     )
     config.optimizer = ConfigDict(
         {
+            "name": "adamw",
             "learning_rate": 6e-4,
+            "muon_learning_rate": 6e-4,
+            "schedule": "cosine",
+            "decay_ratio": 0.2,
+            "decay_shape": "1-sqrt",
             "warmup_ratio": 0.04,
             "clip_norm": 1.0,
             "weight_decay": 0.0,

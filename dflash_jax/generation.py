@@ -344,26 +344,26 @@ def generate_ids(
     return collect(request.run(request.prefill()), request.prompt_length_B)
 
 
-def collect(
-    state: DecodeState, prompt_length_B: np.ndarray, rows: Sequence[int] | None = None
-) -> GenerationOutput:
-    """Brings the results of a state to the host, those of `rows` where given; running rows report
-    what they have so far."""
-    host = jax.device_get(
-        {
-            "tokens": state.tokens_BS,
-            "logprobs": state.logprobs_BS,
-            "end": state.cache.length_B + 1,
-            "accepted": state.accepted_BS,
-            "cycles": state.cycles_B,
-            "finish": state.finish_B,
-            "cut": state.cut_B,
-        }
-    )
-    if rows is not None:  # lists of Python integers are slow to make
-        chosen = np.array(rows, int)
-        host = {name: array[chosen] for name, array in host.items()}
-        prompt_length_B = prompt_length_B[chosen]
+def collect(state: DecodeState, prompt_length_B: np.ndarray) -> GenerationOutput:
+    """Brings the results of a state to the host; running rows report what they have so far."""
+    return to_output(jax.device_get(results(state)), prompt_length_B)
+
+
+def results(state: DecodeState) -> dict[str, jax.Array]:
+    """What `to_output` reads of a state, rows first."""
+    return {
+        "tokens": state.tokens_BS,
+        "logprobs": state.logprobs_BS,
+        "end": state.cache.length_B + 1,
+        "accepted": state.accepted_BS,
+        "cycles": state.cycles_B,
+        "finish": state.finish_B,
+        "cut": state.cut_B,
+    }
+
+
+def to_output(host: dict[str, np.ndarray], prompt_length_B: np.ndarray) -> GenerationOutput:
+    """`results`, fetched, as lists."""
     spans = [slice(start, end) for start, end in zip(prompt_length_B, host["end"], strict=True)]
     with_logprobs = host["logprobs"].shape[1] > 0
     return GenerationOutput(

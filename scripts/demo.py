@@ -20,7 +20,7 @@ from dflash_jax.target import Target
 from infer import stream
 from infer.bench_report import environment
 from infer.timing import TimedRun, timed_run, warm_up
-from train.evaluate import is_looping
+from train.repetition import is_looping
 
 _TARGET = flags.DEFINE_string("target", None, "Folder, hub id, GGUF or alias.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the trained drafter.", required=True)

@@ -22,7 +22,9 @@ from train.regenerate import RegenerateReport, RegenerateSettings, regenerate
 
 _TARGET = flags.DEFINE_string("target", None, "Folder, hub id, GGUF or alias.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Decode speculatively; the answers are the same.")
-_PROMPTS = flags.DEFINE_list("prompts", ["sharegpt"], "Conversation files or aliases.")
+_PROMPTS = flags.DEFINE_list(
+    "prompts", ["sharegpt"], "Conversation files or aliases, one after the other: a.jsonl,b.jsonl"
+)
 _OUT = flags.DEFINE_string("out", None, "JSONL file to write or continue.", required=True)
 _BATCH = flags.DEFINE_integer("batch_size", 16, "Prompts decoded together.", lower_bound=1)
 _THINKING = flags.DEFINE_bool("enable_thinking", None, "Passed to the chat template.")
@@ -36,7 +38,7 @@ _DEFINE: dict[type, Any] = {
     bool: flags.DEFINE_bool,
 }
 _SETTINGS = {
-    field.name: _DEFINE[type(field.default)](field.name, field.default, "RegenerateSettings.")
+    field.name: _DEFINE[type(field.default)](field.name, field.default, field.metadata["doc"])
     for field in dataclasses.fields(RegenerateSettings)
 }
 

@@ -73,6 +73,21 @@ def test_restored_exactly_onto_any_mesh(
         assert a.sharding == b.sharding
 
 
+def test_the_state_of_muon_round_trips(tmp_path: Path) -> None:
+    optimizer = make_optimizer(dataclasses.replace(SETTINGS.optimizer, name="muon"), 10)
+    make_state, abstract = create_state(
+        lambda: init_drafter(TARGET, DRAFTER).params, optimizer, 5, make_mesh(2, 2, 2)
+    )
+    state = jax.tree.map(lambda x: x + 1 if x.ndim else x, make_state())
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state, {}, META)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(abstract)
+    assert_equal(restored, state)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(abstract), strict=True):
+        assert a.sharding == b.sharding
+
+
 def test_only_the_newest_are_kept(saved: Path) -> None:
     assert sorted(p.name for p in (saved / "checkpoints").iterdir()) == ["6", "9"]
 

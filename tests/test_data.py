@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from train.chat import ChatFormat, Sample, sample_from_ids
 from train.conversations import BrokenFileWarning, ConversationFileError
-from train.data import TokenStore, load_samples, make_loader, num_batches
+from train.data import load_samples, make_loader, num_batches
+from train.store import TokenStore, check_disjoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = """\
@@ -223,6 +224,35 @@ class TestRegeneratedRows:
         rows[0]["response_ids"] = [5, "6"]
         with pytest.raises(ValueError, match="row 0: response_ids is not a list of ids"):
             load(write(tmp_path / "bad.jsonl", rows), None)
+
+
+class TestEvaluationRows:
+    """A prompt that is trained on must not be evaluated on."""
+
+    def stores(self, tmp_path, chat, train, held_out) -> tuple[TokenStore, TokenStore]:
+        pair = (("train.jsonl", train), ("eval.jsonl", held_out))
+        made = [load(write(tmp_path / name, rows), chat)[0] for name, rows in pair]
+        return made[0], made[1]
+
+    def test_other_prompts_are_fine(self, tmp_path, chat):
+        pair = self.stores(tmp_path, chat, [row("q", "ab"), row("r", "ab")], [row("s", "ab")])
+        check_disjoint(*pair)
+
+    def test_the_same_first_user_message(self, tmp_path, chat):
+        train = [row("p", "ab"), row("q", "ab", "more", "cd")]
+        pair = self.stores(tmp_path, chat, train, [row("z", "ab"), row(" q", "other")])
+        with pytest.raises(
+            ValueError,
+            match=r"1 of 2 prompts .* row '1' of .*eval\.jsonl .* row '1' of .*train\.jsonl",
+        ):
+            check_disjoint(*pair)
+
+    def test_the_same_ids_where_one_file_has_no_messages(self, tmp_path, chat):
+        prompt = chat.prompt_ids(row("q")["messages"])
+        train = [{"id": "a", "prompt_ids": prompt, "response_ids": [1, 2, 3]}]
+        pair = self.stores(tmp_path, chat, train, [row("q", "ab")])
+        with pytest.raises(ValueError, match=r"row '0' .* row 'a'"):
+            check_disjoint(*pair)
 
 
 def make_store(count: int, seed: int = 0) -> TokenStore:

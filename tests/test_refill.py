@@ -1,9 +1,14 @@
 """Continuous batching at a fixed batch size: every prompt equals its own run."""
 
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.generation import Request
 from dflash_jax.refill import Job, generate_many
 
 SLOTS = 128
@@ -86,3 +91,68 @@ def test_a_richer_sampling_mode_later_in_the_run(models):
         target, None, [hot.prompt_ids], sampling=hot.sampling, max_new_tokens=20
     )
     assert out["hot"].token_ids == alone.token_ids
+
+
+def test_what_the_jobs_raise_waits_for_the_rows_in_work(models):
+    target, _ = models
+
+    def source() -> Iterator[Job]:
+        yield from jobs(5)
+        raise RuntimeError("no more")
+
+    run = generate_many(target, None, source(), batch_size=2, num_slots=SLOTS)
+    assert sorted(next(run)[0].key for _ in range(5)) == list(range(5))
+    with pytest.raises(RuntimeError, match="no more"):
+        next(run)
+
+
+def test_the_device_is_at_work_while_the_caller_is(models, monkeypatch):
+    """Between two results, and while jobs are read, cycles that were dispatched are under way."""
+    target, _ = models
+    log: list[Any] = []
+    run = Request.run
+
+    def logged_run(self, state, cycles):
+        log.append("run")
+        return run(self, state, cycles)
+
+    def source() -> Iterator[Job]:
+        for i in range(9):  # no two end in the same cycle
+            log.append("read")
+            yield Job(i, [1 + i], dj.SamplingParams(), 4 + 3 * i)
+
+    monkeypatch.setattr(Request, "run", logged_run)
+    count = 0
+    options: dict[str, Any] = {"cycles_per_step": 1, "refill_size": 1, "stop_token_ids": ()}
+    for _ in generate_many(target, None, source(), batch_size=3, num_slots=SLOTS, **options):
+        log.append("result")
+        count += 1
+    assert count == 9
+    # The first batch and one group are read as the first prefill runs, the others after a run.
+    assert log[:5] == ["read"] * 4 + ["run"]
+    assert log.count("read") == 9
+    results = [i for i, entry in enumerate(log) if entry == "result"]
+    last_run = max(i for i, entry in enumerate(log) if entry == "run")
+    for i in results:
+        if i < last_run:
+            assert next(entry for entry in reversed(log[:i]) if entry != "result") == "run"
+    reads = [i for i, entry in enumerate(log) if entry == "read" and i > 4]
+    assert all(log[i - 1] in ("run", "result") for i in reads)
+
+
+def test_an_abandoned_run_leaves_no_thread(models):
+    target, _ = models
+    before = threading.active_count()
+    some: Any = generate_many(target, None, jobs(9), batch_size=3, num_slots=SLOTS)
+    next(some)
+    some.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_any_refill_size_gives_the_same(models, size):
+    target, _ = models
+    options = {"batch_size": 3, "num_slots": SLOTS, "cycles_per_step": 4}
+    expected = {j.key: out for j, out in generate_many(target, None, jobs(8), **options)}
+    got = generate_many(target, None, jobs(8), refill_size=size, **options)
+    assert {j.key: out for j, out in got} == expected

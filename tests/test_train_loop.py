@@ -24,10 +24,10 @@ from dflash_jax.target import target_forward
 from scripts.export_drafter import export
 from train import setup
 from train.checkpoint import Checkpoints
-from train.evaluate import is_looping
 from train.loop import Summary, train
 from train.metrics import NonFiniteError, keep_rows, read_rows
 from train.optimizer import make_optimizer, make_schedule
+from train.repetition import is_looping
 from train.settings import Settings
 from train.state import TrainState, create_state
 from train.step import anchor_hash, make_train_step

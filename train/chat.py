@@ -8,6 +8,8 @@ turns (Qwen3 takes their thinking out) break that for all but the last turn: the
 supervised, after exactly the prompt that generation would see.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,9 @@ class Sample:
       last_turn_only: earlier assistant turns are context, not supervised.
       plain_turns: assistant turns left unsupervised because empty, or tool calls or reasoning in
         fields of their own, which cannot be checked against `content`.
+      looping: the response ends in a loop (`train.repetition`).
+      prompt_key: `conversations.split_key` of the prompt.
+      file: the sample's, for messages.
     """
 
     id: str
@@ -37,6 +42,9 @@ class Sample:
     truncated: bool = False
     last_turn_only: bool = False
     plain_turns: int = 0
+    looping: bool = False
+    prompt_key: int = 0
+    file: str = ""
 
     @property
     def has_anchor(self) -> bool:
@@ -87,6 +95,13 @@ class ChatFormat:
     def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """The ids that generation starts from; a sample's first turn starts from the same ones."""
         return self._encode(self.prompt_text(messages, tools))
+
+    def fingerprint(self) -> str:
+        """Of how prompts are rendered: another template, thinking mode or vocabulary has another
+        one. It stands for the messages where a file holds ids only (`train.packed`)."""
+        ask, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+        rendered = [self.prompt_ids([ask]), self.prompt_ids([ask, answer, ask])]
+        return hashlib.sha256(json.dumps(rendered).encode()).hexdigest()[:16]
 
     def sample(self, conversation: Conversation, *, max_length: int) -> Sample:
         """Renders a conversation, cut at `max_length` tokens.

@@ -365,12 +365,20 @@ def first_user_text(messages: list[Message]) -> str:
     return next(m["content"] for m in messages if m["role"] == "user").strip()
 
 
-def is_held_out(key: str | bytes, fraction: float) -> bool:
-    """Whether a key (see `first_user_text`) is held out: by a hash, so always the same way."""
+def split_key(key: str | bytes) -> int:
+    """64 bits of a hash of what decides the side of the split (see `first_user_text`)."""
+    data = key.encode("utf-8") if isinstance(key, str) else key
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+
+
+def is_held_out(key: str | bytes | int, fraction: float) -> bool:
+    """Whether a key (see `first_user_text`) is held out: by a hash, so always the same way.
+
+    An integer is a `split_key`, where the key itself is not at hand.
+    """
     if not 0.0 <= fraction < 1.0:
         raise ValueError(f"held-out fraction {fraction} is not in [0, 1)")
-    data = key.encode("utf-8") if isinstance(key, str) else key
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") < fraction * 2**64
+    return (key if isinstance(key, int) else split_key(key)) < fraction * 2**64
 
 
 class Selector:
@@ -383,12 +391,12 @@ class Selector:
         self.fraction, self.held_out = held_out_fraction, held_out
         self._seen: set[bytes] = set()
 
-    def check(self, content: Any, key: str | bytes) -> None:
+    def check(self, content: Any, key: str | bytes | int) -> None:
         """Raises UnusableRow for a row to leave out.
 
         Args:
           content: what makes two rows the same (anything JSON can hold).
-          key: what decides the side, see `first_user_text`.
+          key: what decides the side, see `is_held_out`.
         """
         if is_held_out(key, self.fraction) != self.held_out:
             raise UnusableRow("other side of the held-out split")

@@ -11,13 +11,13 @@ A regenerated file (written by scripts/regenerate.py) is JSONL, one row a prompt
      "messages": [{"role", "content"}],   the prompt's messages, without the response
      "target": str}            name of the target that answered
 
-Ids are used verbatim; a response that ended by length gets no end-of-sequence token. Rows are not
-packed: one sample a row, padded on the right.
+or the same rows packed into one `.npz` file (`train/packed.py`). Ids are used verbatim; a response
+that ended by length gets no end-of-sequence token. A batch has one sample a row, padded on the
+right.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ from train.conversations import (
     normalise,
     read_rows,
     resolve_path,
+    split_key,
 )
+from train.packed import PackedFileError, is_packed, read_packed, split_text
+from train.repetition import is_looping, length_without_loop
+from train.store import StorePart, TokenStore
 
 
 @dataclass
@@ -45,6 +49,9 @@ class DataReport(ReadReport):
       truncated: kept rows that were cut at max_length.
       last_turn_only: kept rows of several assistant turns, of which one is supervised.
       plain_turns: assistant turns of kept rows left unsupervised (empty, tool calls, reasoning).
+      looping: rows read whose response ends in a loop, whatever became of them.
+      loop_tokens: tokens cut off such responses.
+      unchecked: packed files that do not say which template their prompts come from.
       tokens, supervised_tokens: of the kept rows.
     """
 
@@ -52,6 +59,9 @@ class DataReport(ReadReport):
     truncated: int = 0
     last_turn_only: int = 0
     plain_turns: int = 0
+    looping: int = 0
+    loop_tokens: int = 0
+    unchecked: list[str] = field(default_factory=list)
     tokens: int = 0
     supervised_tokens: int = 0
 
@@ -68,45 +78,14 @@ class DataReport(ReadReport):
             "assistant turns without plain text, unsupervised": self.plain_turns,
         }
         lines += [f"  kept, {note}: {n}" for note, n in notes.items() if n]
+        if self.looping:
+            cut = f", {self.loop_tokens} tokens of them cut off" if self.loop_tokens else ""
+            lines.append(f"  responses that end in a loop: {self.looping}{cut}")
+        lines += [
+            f"  {text}: prompts of ids only, their template unknown" for text in self.unchecked
+        ]
         lines += [f"  {text}" for text in self.broken]
         return "\n".join(lines)
-
-
-class TokenStore:
-    """Samples as flat arrays; a random-access source for Grain.
-
-    Item i is `{"tokens": int32 [T], "loss_mask": bool [T], "sample_id": i}`; `ids[i]` is the
-    record's own id.
-    """
-
-    def __init__(self, samples: Iterable[Sample]):
-        samples = list(samples)
-        if not samples:
-            raise ValueError("no training samples")
-        self.ids = [sample.id for sample in samples]
-        self.lengths = np.array([len(sample.tokens) for sample in samples])
-        self._ends = np.cumsum(self.lengths)
-        self._tokens = np.concatenate([sample.tokens for sample in samples])
-        self._mask = np.concatenate([sample.loss_mask for sample in samples])
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: Any) -> dict[str, Any]:
-        end = self._ends[index]
-        part = slice(end - self.lengths[index], end)
-        return {
-            "tokens": self._tokens[part],
-            "loss_mask": self._mask[part],
-            "sample_id": int(index),
-        }
-
-    def checksum(self) -> str:
-        """Of tokens, masks and lengths: saved with a run, it shows that a resume has its data."""
-        digest = hashlib.sha256()
-        for array in (self.lengths.astype(np.int64), self._tokens, self._mask):
-            digest.update(array.tobytes())
-        return digest.hexdigest()[:16]
 
 
 def load_samples(
@@ -119,6 +98,7 @@ def load_samples(
     held_out_fraction: float = 0.0,
     held_out: bool = False,
     on_truncation: str = "error",
+    loops: str = "keep",
     limit: int | None = None,
 ) -> tuple[TokenStore, DataReport]:
     """Reads, renders and masks all rows of the files.
@@ -132,6 +112,8 @@ def load_samples(
       target_name: the target that regenerated rows must name; None takes any.
       held_out_fraction, held_out: the split and which side of it to read.
       on_truncation: "error" or "keep", for broken files (`read_rows`).
+      loops: what becomes of regenerated responses that end in a loop: "keep", "cut" (after its
+        first period, without an end of sequence) or "drop".
       limit: stop after so many kept rows.
 
     Raises:
@@ -144,17 +126,18 @@ def load_samples(
     samples: list[Sample] = []
     for name in files:
         path = resolve_path(name)
-        for index, row in enumerate(read_rows(path, on_truncation=on_truncation, report=report)):
+        for index, row in enumerate(_rows(path, chat, on_truncation, report)):
             if limit is not None and len(samples) >= limit:
                 break
             report.rows += 1
             try:
                 if _is_regenerated(row):
                     _check_row(row, f"{path}: row {index}", chat, target_name)
-                    sample = _regenerated_sample(row, index, selector, max_length)
+                    sample = _regenerated_sample(row, index, selector, max_length, loops, report)
                     report.regenerated += 1
                 else:
                     sample = _conversation_sample(row, index, selector, chat, max_length, report)
+                    report.looping += sample.looping
             except UnusableRow as error:
                 report.unusable[error.reason] += 1
                 continue
@@ -163,7 +146,7 @@ def load_samples(
                     f"{path}: row {index} has token ids {sample.tokens.min()}.."
                     f"{sample.tokens.max()}, the target's vocab_size is {vocab_size}"
                 )
-            samples.append(sample)
+            samples.append(replace(sample, file=str(path)))
             report.truncated += sample.truncated
             report.last_turn_only += sample.last_turn_only
             report.plain_turns += sample.plain_turns
@@ -173,6 +156,26 @@ def load_samples(
     report.tokens = sum(len(sample.tokens) for sample in samples)
     report.supervised_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     return TokenStore(samples), report
+
+
+def _rows(
+    path: Path, chat: ChatFormat | None, on_truncation: str, report: DataReport
+) -> Iterator[Any]:
+    """The records of a file; a packed one must come from the template that this run has."""
+    if not is_packed(path):
+        yield from read_rows(path, on_truncation=on_truncation, report=report)
+        return
+    packed = read_packed(path)
+    template = packed.meta["template"]
+    if template is None:
+        report.unchecked.append(str(path))
+    elif chat is not None and template != chat.fingerprint():
+        raise PackedFileError(
+            f"{path}: its prompts come from the template {template}, this run's is "
+            f"{chat.fingerprint()}: another chat template or thinking mode "
+            f"(enable_thinking={chat.enable_thinking})"
+        )
+    yield from packed.rows()
 
 
 def _is_regenerated(row: Any) -> bool:
@@ -199,16 +202,24 @@ def _check_row(row: dict, where: str, chat: ChatFormat | None, target_name: str 
             )
 
 
-def _regenerated_sample(row: dict, index: int, selector: Selector, max_length: int) -> Sample:
+def _regenerated_sample(
+    row: dict, index: int, selector: Selector, max_length: int, loops: str, report: DataReport
+) -> Sample:
     prompt_ids, response_ids = row["prompt_ids"], row["response_ids"]
-    messages = row.get("messages") or []
-    if any(message.get("role") == "user" for message in messages):
-        key: str | bytes = first_user_text(messages)
-    else:
-        key = np.array(prompt_ids, np.int64).tobytes()
+    key = row["split_key"] if "split_key" in row else split_key(split_text(row))
     selector.check([prompt_ids, response_ids], key)
-    id = str(row.get("id", index))
-    return _with_anchor(sample_from_ids(id, prompt_ids, response_ids, max_length=max_length))
+    looping = is_looping(response_ids)
+    report.looping += looping
+    if looping and loops == "drop":
+        raise UnusableRow("the response ends in a loop")
+    if looping and loops == "cut":
+        kept = length_without_loop(response_ids)
+        report.loop_tokens += len(response_ids) - kept
+        response_ids = response_ids[:kept]
+    sample = sample_from_ids(
+        str(row.get("id", index)), prompt_ids, response_ids, max_length=max_length
+    )
+    return replace(_with_anchor(sample), looping=looping, prompt_key=key)
 
 
 def _conversation_sample(
@@ -225,7 +236,11 @@ def _conversation_sample(
         raise ValueError("conversation rows need a tokenizer with a chat template, got none")
     sample = _with_anchor(chat.sample(conversation, max_length=max_length))
     report.adjusted["leading assistant turns removed"] += dropped
-    return sample
+    return replace(
+        sample,
+        looping=is_looping(sample.tokens[sample.loss_mask]),
+        prompt_key=split_key(first_user_text(conversation.messages)),
+    )
 
 
 def _with_anchor(sample: Sample) -> Sample:
@@ -246,7 +261,7 @@ def num_batches(
 
 
 def make_loader(
-    store: TokenStore,
+    store: TokenStore | StorePart,
     *,
     batch_size: int,
     seq_length: int,

@@ -15,8 +15,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.generation import GenerationOutput, generate_ids
 from dflash_jax.target import Target
 from train.loss import LossSums, mean_loss
-
-LOOP_WINDOW, LOOP_PERIOD, LOOP_REPEATS = 96, 32, 3
+from train.repetition import is_looping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +57,41 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def teacher_forced(
-    eval_step: Callable[..., LossSums], params: Any, target_params: Any, batches: Iterable[Any]
+    eval_step: Callable[..., LossSums],
+    params: Any,
+    target_params: Any,
+    other: Iterable[Any],
+    looping: Iterable[Any] = (),
 ) -> dict[str, Any]:
-    """Loss and `rates` over placed batches; the anchors are the same at every call."""
+    """Loss and `rates` over placed batches; the anchors are the same at every call.
+
+    Args:
+      other, looping: batches of rows whose response does not end in a loop, and of those that
+        do. `acceptance_other` and `acceptance_looping` are of each, the rest is of both.
+    """
+    parts = {
+        name: _sum_batches(eval_step, params, target_params, batches)
+        for name, batches in (("other", other), ("looping", looping))
+    }
+    present = [sums for sums in parts.values() if sums is not None]
+    if not present:
+        raise ValueError("no evaluation rows")
+    total = jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *present)
+    row = {"loss": float(mean_loss(total)), **rates(total)}
+    for name, sums in parts.items():
+        row[f"acceptance_{name}"] = math.nan if sums is None else rates(sums)["acceptance"]
+    return row
+
+
+def _sum_batches(
+    eval_step: Callable[..., LossSums], params: Any, target_params: Any, batches: Iterable[Any]
+) -> LossSums | None:
     key = jax.random.key_data(jax.random.key(0))
     total: LossSums | None = None
     for batch in batches:
         sums = eval_step(params, target_params, batch, key)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    if total is None:
-        raise ValueError("no evaluation rows")
-    return {"loss": float(mean_loss(total)), **rates(jax.device_get(total))}
-
-
-def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether the last tokens repeat with a period up to 32, three times or more."""
-    tail = np.asarray(tokens[-LOOP_WINDOW:])
-    for period in range(1, LOOP_PERIOD + 1):
-        length = LOOP_REPEATS * period
-        if length > len(tail):
-            return False
-        end = tail[len(tail) - length :]
-        if np.array_equal(end[period:], end[:-period]):
-            return True
-    return False
+    return None if total is None else jax.device_get(total)
 
 
 def decode_prompts(

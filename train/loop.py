@@ -52,6 +52,11 @@ class Summary:
         for name in ("loss", "accuracy", "acceptance"):
             values = (row.get(name) for row in (self.train, self.evaluation))
             table.add_row(name.replace("acceptance", "acceptance, simulated"), *map(_text, values))
+        if self.evaluation:
+            e = self.evaluation
+            loops = f"{e['looping']} of {e['rows']} rows"
+            table.add_row(f"  looping: {loops}", "", _text(e["acceptance_looping"]))
+            table.add_row("  all others", "", _text(e["acceptance_other"]))
         by_slot = (row.get("accuracy_by_slot", ()) for row in (self.train, self.evaluation))
         for slot, pair in enumerate(itertools.zip_longest(*by_slot), 1):
             table.add_row(f"accuracy, slot {slot}", *map(_text, pair))
@@ -199,11 +204,16 @@ class _Run:
 
     def evaluate(self, state: TrainState, num_prompts: int) -> dict[str, Any]:
         """Teacher-forced numbers and, with prompts, those of real decoding as `decode_*`."""
-        loader = setup.eval_batches(self.settings, self.rows)
-        assert loader is not None
-        placed = (setup.place(batch, self.mesh) for batch in loader)
-        target = self.models.target
-        row = teacher_forced(self.eval_step, state.params, target.params, placed)
+        store, target = self.rows.held_out, self.models.target
+        assert store is not None
+        other, looping = (
+            (setup.place(batch, self.mesh) for batch in batches)
+            for batches in (
+                setup.eval_batches(self.settings, store, loop) for loop in (False, True)
+            )
+        )
+        row = teacher_forced(self.eval_step, state.params, target.params, other, looping)
+        row |= {"rows": len(store), "looping": int(store.looping.sum())}
         prompts = self.rows.prompts(num_prompts)
         if prompts:
             drafter = Drafter(self.models.config, self.models.model, state.params)

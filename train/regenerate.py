@@ -30,38 +30,36 @@ from train.conversations import (
     read_conversations,
     select,
 )
-from train.evaluate import is_looping
+from train.repetition import is_looping
 
 
 class RegenerateError(DFlashError):
     """The output file does not belong to this run, or is damaged in its middle."""
 
 
+def _setting(default: Any, doc: str) -> Any:
+    """A field whose text is also its flag's."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
 @dataclasses.dataclass(frozen=True)
 class RegenerateSettings:
-    """What decides the rows; a file is continued only by the same settings.
+    """What decides the rows; a file is continued only by the same settings."""
 
-    Attributes:
-      temperature, top_k, top_p, seed: of sampling; a prompt's own seed follows from `seed` and its
-        id.
-      max_new_tokens: budget of a response.
-      max_prompt_tokens: longer prompts are left out, and counted.
-      every_user_turn: prompts up to each user turn instead of the first only.
-      held_out_fraction, held_out: which side of the split to answer (`conversations.Selector`); 0
-        = all prompts, for training splits its rows itself.
-      num_prompts: stop after so many prompts; 0 = all.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 512
-    max_prompt_tokens: int = 512
-    every_user_turn: bool = False
-    held_out_fraction: float = 0.0
-    held_out: bool = False
-    num_prompts: int = 0
+    temperature: float = _setting(0.0, "Of sampling; 0 is greedy.")
+    top_k: int = _setting(0, "Most likely tokens to sample from; 0 = all.")
+    top_p: float = _setting(1.0, "Share of probability to sample from; 1 = all.")
+    seed: int = _setting(0, "A prompt's own seed follows from this one and its id.")
+    max_new_tokens: int = _setting(512, "Budget of a response.")
+    max_prompt_tokens: int = _setting(512, "Longer prompts are left out, and counted.")
+    every_user_turn: bool = _setting(
+        False, "Answer the prompts up to each user turn instead of the first only."
+    )
+    held_out_fraction: float = _setting(
+        0.0, "Share of prompts that is held out; 0 = answer all, for training splits them itself."
+    )
+    held_out: bool = _setting(False, "Which side of that split to answer.")
+    num_prompts: int = _setting(0, "Stop after so many prompts; 0 = all.")
 
     def sampling(self, prompt_id: str) -> SamplingParams:
         """Sampling of one prompt, the same at every run."""

