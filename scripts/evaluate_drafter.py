@@ -152,11 +152,14 @@ def evaluate(options: Any, command: Sequence[str], console: Console) -> dict[str
     largest = max(cell.block_size for cell in cells)
     slots = slot_bucket(longest + options.max_new_tokens + largest, default_prefill_chunk())
     evaluation = Evaluation(target, drafter, sets, options.max_new_tokens, slots, options.seed)
-    header = {"command": ["python", "scripts/evaluate_drafter.py", *command], **environment()}
+    header = {
+        "command": ["python", "scripts/evaluate_drafter.py", *command],
+        **environment(),
+        "drafter": options.drafter,
+    }
     hardware, dtype = header["hardware"], np.dtype(target.model.dtype).name
     run = {
         "target": target.name,
-        "drafter": options.drafter,
         "drafter_sha256": parameters_sha256(drafter.params),
         "dtype": dtype,
         "max_new_tokens": options.max_new_tokens,

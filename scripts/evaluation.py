@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ class Cell:
         )
 
 
+# Lists of numbers, which go on one line.
+_NUMBERS = re.compile(r"\[[-+.\de\s,]+\]")
+
+
 class Results:
     """The JSON file: `run` says what was evaluated, `cells` has a record each.
 
@@ -63,6 +68,11 @@ class Results:
                         "with the same settings or choose another file"
                     )
             self.content["cells"] = cells
+            commands = [*old.get("earlier_commands", []), old.get("command")]
+            others = [c for c in commands if c != header["command"]]
+            self.content["earlier_commands"] = [
+                c for i, c in enumerate(others) if c not in others[:i]
+            ]
 
     def has(self, cell: Cell, settings: dict[str, Any]) -> bool:
         return self.content["cells"].get(cell.key, {}).get("settings") == settings
@@ -76,7 +86,10 @@ class Results:
         }
         if self.path is not None:
             part = self.path.with_name(self.path.name + ".part")
-            part.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            text = _NUMBERS.sub(
+                lambda m: " ".join(m[0].split()), json.dumps(self.content, indent=1)
+            )
+            part.write_text(text + "\n", encoding="utf-8")
             part.replace(self.path)
 
 
@@ -104,10 +117,9 @@ class Evaluation:
     def requests(self, cell: Cell, plain: bool) -> list[Request]:
         """Batches of a cell; the last one is filled up from the front."""
         assert cell.batch_size is not None
-        drafting: dict[str, Any] = {
-            "block_size": cell.block_size,
-            "draft_policy": cell.draft_policy,
-        }
+        drafting: dict[str, Any] = {}
+        if not plain:
+            drafting = {"block_size": cell.block_size, "draft_policy": cell.draft_policy}
         return [
             make_request(
                 self.target,
