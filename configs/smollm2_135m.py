@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     config.target.path = "smollm2-135m-instruct"
     config.drafter.mask_token_id = 16
     config.data.update(
-        train=("data/smollm2_135m.jsonl",), max_length=1024, batch_size=32, held_out_fraction=0.02
+        train=("data/smollm2_135m.jsonl",), max_length=1024, batch_size=32, held_out_fraction=0.04
     )
     config.train.update(num_anchors=128)
     return config

@@ -1,9 +1,11 @@
-"""Figure and table of the README, from the recorded results.
+"""Figures and tables of the README, from the recorded results.
 
     python scripts/plot_results.py          writes docs/figures and README.md
     python scripts/plot_results.py --check  exits with 1 if README.md is not what the results say
 
-README.md holds the table between `<!-- results -->` and `<!-- /results -->`.
+README.md holds the demo's table between `<!-- results -->` and `<!-- /results -->`, and what
+`docs/results/evaluation_*.json` and `transformers_lookup_*.json` say between `<!-- evaluation -->`
+and `<!-- /evaluation -->`.
 """
 
 import json
@@ -13,10 +15,12 @@ from typing import Any
 
 from absl import app, flags
 
+from scripts.evaluation_report import evaluation_block, evaluation_figure
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 FIGURE = ROOT / "docs" / "figures" / "demo.svg"
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
+EVALUATION_FIGURE = ROOT / "docs" / "figures" / "evaluation.svg"
 
 _CHECK = flags.DEFINE_bool("check", False, "Only compare README.md with the results.")
 
@@ -96,29 +100,38 @@ def demo_figure(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def with_table(readme: str, table: str) -> str:
-    """The README with the table in its place."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md must hold {BEGIN} and {END} once each")
-    head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+def with_table(readme: str, name: str, table: str) -> str:
+    """The README with the table in the place of that name."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if readme.count(begin) != 1 or readme.count(end) != 1:
+        raise ValueError(f"README.md must hold {begin} and {end} once each")
+    head, rest = readme.split(begin)
+    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+
+
+def read_results(pattern: str) -> list[dict[str, Any]]:
+    """The result files that match, by name."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(pattern))]
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    trained, shipped = (
-        json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        for name in ("demo_cpu.json", "shipped_cpu.json")
-    )
+    (trained,), (shipped,) = read_results("demo_cpu.json"), read_results("shipped_cpu.json")
+    evaluations = read_results("evaluation_*.json")
+    link = EVALUATION_FIGURE.relative_to(ROOT).as_posix()
+    block = evaluation_block(evaluations, read_results("transformers_lookup_*.json"), link)
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
-    new = with_table(old, demo_table(trained, shipped))
+    new = with_table(old, "results", demo_table(trained, shipped))
+    new = with_table(new, "evaluation", block)
     if _CHECK.value:
         if new != old:
             sys.exit("README.md does not say what docs/results say: run scripts/plot_results.py")
         return
     demo_figure(shipped, FIGURE)
+    if evaluations:
+        evaluation_figure(evaluations, EVALUATION_FIGURE)
     readme.write_text(new, encoding="utf-8")
 
 

