@@ -19,7 +19,7 @@ def base() -> ConfigDict:
             "block_size": 16,
             "mask_token_id": -1,
             "warm_start": "",
-            "init": "random",
+            "init": "target",
             "dtype": "auto",
         }
     )

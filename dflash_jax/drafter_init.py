@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import LoadError
@@ -15,7 +16,7 @@ INITS = ("random", "target")
 
 
 def source_layers(config: DrafterConfig) -> tuple[int, ...]:
-    """The target layers that the draft layers are copied from, evenly spaced."""
+    """The target layers that the draft layers are copied from: the last ones, in order."""
     n, total = config.num_hidden_layers, config.num_target_layers
     return tuple(range(total - n, total))
 
@@ -97,6 +98,10 @@ def from_target(
     new["kv"] = new["kv"] | {name: jnp.stack(part) for name, part in kv.items()}
     new["k_norm"] = {"scale": jnp.stack(k_scales)}
     new["norm"] = target_params["norm"]
+    # The context starts as the last tap, which is closest to what the source layers read.
+    width, last = config.hidden_size, int(np.argmax(config.target_layer_ids))
+    fc = jnp.zeros((width, len(config.target_layer_ids), width)).at[:, last].set(jnp.eye(width))
+    new["fc"] = {"kernel": fc.reshape(width, -1)}
     return new
 
 
