@@ -19,6 +19,7 @@ def base() -> ConfigDict:
             "block_size": 16,
             "mask_token_id": -1,
             "warm_start": "",
+            "init": "target",
             "dtype": "auto",
         }
     )
@@ -50,11 +51,14 @@ def base() -> ConfigDict:
             "steps": 0,
             "epochs": 6,
             "num_anchors": 512,
+            "anchors": "random",
             "accumulate": 1,
             "seed": 0,
             "loss": "decay",
             "gamma": 0.0,  # by block size
             "alpha": 0.5,
+            "labels": "data",
+            "soft_weight": 0.0,
             "attention": "chunked",
             "log_every": 10,
             "eval_every": 1000,

@@ -371,7 +371,7 @@ class DrafterConfig:
         """A new drafter with the target's attention shape and RoPE; `changes` replace any field."""
         names = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
         names += ["intermediate_size", "vocab_size", "rms_norm_eps", "rope"]
-        names += ["max_position_embeddings"]
+        names += ["max_position_embeddings", "attention_bias"]
         values: dict[str, Any] = {name: getattr(target, name) for name in names}
         values |= {
             "num_hidden_layers": num_layers,

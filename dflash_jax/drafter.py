@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_jax.block_attention import context_block_attention
 from dflash_jax.config import DrafterConfig
+from dflash_jax.drafter_init import INITS, check_copyable, from_target
 from dflash_jax.errors import LoadError
 from dflash_jax.layers import INIT, Dtype, GatedMLP, Projection, RMSNorm, apply, linear, rms_norm
 from dflash_jax.rope import apply_rope, rope_cos_sin
@@ -214,23 +215,40 @@ class Drafter:
 
 
 def init_drafter(
-    target: Target, config: DrafterConfig, seed: int = 0, dtype: Dtype = jnp.float32
+    target: Target,
+    config: DrafterConfig,
+    seed: int = 0,
+    dtype: Dtype = jnp.float32,
+    init: str = "random",
 ) -> Drafter:
-    """A fresh drafter for `target`, to train: normal(0.02) matrices, unit norms.
+    """A fresh drafter for `target`, to train.
+
+    Args:
+      init: "random", normal(0.02) matrices and unit norms, or "target", layers copied from the
+        target (`drafter_init`).
 
     Raises:
       LoadError: the config does not fit the target, with both numbers.
+      ValueError: no such `init`.
     """
     check_fits(config, target)
+    if init not in INITS:
+        raise ValueError(f"init: {init!r} is not one of {INITS}")
+    source = {}
+    if init == "target":
+        check_copyable(config, target.config, target.name)
+        source = target.params
     model = DFlashDrafter(config, jnp.dtype(dtype))
 
-    def init(key: jax.Array) -> Params:
+    def make(key: jax.Array, source: Params) -> Params:
         features = jnp.zeros((1, 1, config.hidden_size * len(config.target_layer_ids)), dtype)
         block = jnp.zeros((1, 1, 1, config.hidden_size), dtype)
         params = model.init(key, features, block, jnp.zeros((1, 1), jnp.int32))["params"]
+        if source:
+            params = from_target(params, config, source, target.config)
         return jax.tree.map(lambda p: p.astype(dtype), params)
 
-    return Drafter(config, model, jax.jit(init)(jax.random.key(seed)))
+    return Drafter(config, model, jax.jit(make)(jax.random.key(seed), source))
 
 
 def check_fits(config: DrafterConfig, target: Target, source: str = "drafter config") -> None:

@@ -43,9 +43,29 @@ def linear(x: jax.Array, kernel: jax.Array, dtype: Dtype = None) -> jax.Array:
     return out.reshape(*x.shape[:-1], kernel.shape[0])
 
 
+@jax.custom_vjp
 def logits(x: jax.Array, rows_VD: jax.Array) -> jax.Array:
-    """[..., D] -> float32 [..., V] against the rows of a head or an embedding."""
+    """[..., D] -> float32 [..., V] against the rows of a head or an embedding.
+
+    The backward pass multiplies in the dtype of the rows, like the forward pass. By JAX's own rule
+    it would multiply the float32 cotangent by a float32 copy of them.
+    """
     return linear(x, rows_VD, jnp.float32)
+
+
+def _logits_forward(x: jax.Array, rows_VD: jax.Array) -> tuple[jax.Array, tuple]:
+    return linear(x, rows_VD, jnp.float32), (x, rows_VD)
+
+
+def _logits_backward(saved: tuple, bar: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, rows_VD = saved
+    bar = bar.astype(rows_VD.dtype)
+    x_bar = jnp.einsum("...v,vd->...d", bar, rows_VD)
+    rows_bar = jnp.einsum("nv,nd->vd", *(y.reshape(-1, y.shape[-1]) for y in (bar, x)))
+    return x_bar.astype(x.dtype), rows_bar.astype(rows_VD.dtype)
+
+
+logits.defvjp(_logits_forward, _logits_backward)
 
 
 class RMSNorm(nn.Module):

@@ -12,11 +12,12 @@ from train.loss import LossConfig, drafter_loss, mean_loss
 
 pytestmark = pytest.mark.golden
 
-# Chunks of 3 do not divide the 8 anchors.
+# Logits of 3 anchors at once, which do not divide the 8.
+CHUNK_BYTES = 3 * (3 * 7 * 96 * 4) + 4
 LOSSES = {
-    "decay4": LossConfig("decay", gamma=4.0, chunk_blocks=3),
-    "uniform": LossConfig("uniform", gamma=4.0, chunk_blocks=3),
-    "dpace": LossConfig("dpace", gamma=4.0, alpha=0.5, chunk_blocks=3),
+    "decay4": LossConfig("decay", gamma=4.0, chunk_bytes=CHUNK_BYTES),
+    "uniform": LossConfig("uniform", gamma=4.0, chunk_bytes=CHUNK_BYTES),
+    "dpace": LossConfig("dpace", gamma=4.0, alpha=0.5, chunk_bytes=CHUNK_BYTES),
 }
 GRADIENTS = (
     "fc.weight",

@@ -11,16 +11,11 @@ import pytest
 
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.drafter import DFlashDrafter, Drafter, block_embeddings, draft_logits
+from dflash_jax.layers import logits
 from dflash_jax.target import Target, TargetModel, target_forward
 from train.anchors import sample_anchors
-from train.loss import (
-    LossConfig,
-    block_labels,
-    drafter_loss,
-    head_loss,
-    mean_loss,
-    slot_weights,
-)
+from train.labels import block_labels, greedy_labels
+from train.loss import LossConfig, drafter_loss, head_loss, mean_loss, slot_weights
 
 BLOCK, LENGTH, MASK_ID = 4, 14, 39
 KINDS = ("decay", "uniform", "dpace")
@@ -28,8 +23,9 @@ MEANS = ("decay", "dpace")  # a mean over slots, a mean over rows
 ATTENTIONS = ("dense", "chunked")
 
 
-def loss_config(kind, chunk_blocks=2):
-    return LossConfig(kind, gamma=3.0, alpha=0.25, chunk_blocks=chunk_blocks)
+def loss_config(kind, chunk_bytes=2000, **changes):
+    """By default the logits of two or three blocks at once."""
+    return LossConfig(kind, gamma=3.0, alpha=0.25, chunk_bytes=chunk_bytes, **changes)
 
 
 def random_params(model, *inputs):
@@ -145,6 +141,32 @@ def test_labels_not_shifted():
     )
 
 
+def test_greedy_labels_end_where_the_row_leaves_them():
+    """The slot at which row and target differ is the last one that is supervised."""
+    tokens = jnp.arange(10, 20)[None]
+    mask = jnp.array([[0, 1, 1, 1, 1, 0, 1, 1, 1, 1]])
+    # The target's choices FOR the positions: its own at 3 and 8.
+    choices = tokens.at[0, 3].set(73).at[0, 8].set(78)
+    predicted = jnp.roll(choices, -1, axis=1)
+    anchors, valid = jnp.array([[1, 2, 3, 6, 0]]), jnp.array([[True] * 4 + [False]])
+    labels, supervised = greedy_labels(tokens, predicted, mask, anchors, valid, BLOCK)
+    np.testing.assert_array_equal(
+        supervised[0], [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0] * 4]
+    )
+    np.testing.assert_array_equal(
+        labels[0], [[0, 12, 73, 0], [0, 73, 0, 0], [0, 14, 0, 0], [0, 17, 78, 0], [0] * 4]
+    )
+    # The loss mask's gap at 5 ends anchor 3 too: past it greedy decoding is somewhere else.
+
+
+def test_greedy_labels_of_a_greedy_row_are_its_tokens():
+    batch = rows((LENGTH, 2), (9, 3))
+    place = (batch["loss_mask_BT"], jnp.array([[3, 7], [4, 0]]), jnp.array([[1, 1], [1, 0]], bool))
+    tokens = batch["tokens_BT"]
+    own = greedy_labels(tokens, jnp.roll(tokens, -1, axis=1), *place, BLOCK)
+    jax.tree.map(np.testing.assert_array_equal, own, block_labels(tokens, *place, BLOCK))
+
+
 def test_slot_weights():
     supervised = jnp.array([[True, True, True], [True, False, True], [False, False, False]])
     probs = jnp.array([[0.2, 0.6, 1.0]] * 3)
@@ -160,7 +182,14 @@ def test_slot_weights():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "focal"), ("gamma", 0.0), ("alpha", 1.5), ("chunk_blocks", 0)],
+    [
+        ("kind", "focal"),
+        ("gamma", 0.0),
+        ("alpha", 1.5),
+        ("labels", "row"),
+        ("soft_weight", -0.5),
+        ("chunk_bytes", 0),
+    ],
 )
 def test_config_out_of_range(field, value):
     with pytest.raises(ValueError, match=rf"{field}: '?{value}"):
@@ -182,31 +211,90 @@ def head_inputs(batch=2, anchors=5, block=4, width=8, vocabulary=11, seed=0):
     return hidden, kernel, jnp.asarray(labels), jnp.asarray(supervised)
 
 
+@pytest.mark.parametrize("soft_weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [("decay", 2), ("uniform", 2), ("dpace", 2), ("decay", 1), ("dpace", 8)]
+    ("kind", "blocks"), [("decay", 2), ("uniform", 2), ("dpace", 2), ("decay", 1), ("dpace", 8)]
 )
-def test_head_loss_equals_all_blocks_at_once(kind, chunk):
-    """Against log_softmax of all logits; weights are constants of the gradient."""
+def test_head_loss_equals_all_blocks_at_once(kind, blocks, soft_weight):
+    """Against autodiff of log_softmax of all logits; weights are constants of the gradient."""
     hidden, kernel, labels, supervised = head_inputs()
-    config = loss_config(kind, chunk)
+    teacher = head_inputs(seed=1)[0] if soft_weight else None
+    config = loss_config(kind, blocks * 2 * 3 * 11 * 4 * (2 if soft_weight else 1))
+    config = dataclasses.replace(config, soft_weight=soft_weight)
 
     def numerator(hidden):
-        sums = head_loss(lambda x: x @ kernel, hidden, labels, supervised, config)
-        return sums.numerator, sums
+        sums = head_loss(lambda x: x @ kernel, hidden, labels, supervised, config, teacher)
+        return 3 * sums.numerator, sums
 
     def direct(hidden):
-        log_probs = jax.nn.log_softmax(hidden @ kernel)
-        log_prob = jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 1:, 0]
+        log_probs = jax.nn.log_softmax(hidden @ kernel)[:, :, 1:]
+        log_prob = jnp.take_along_axis(log_probs, labels[:, :, 1:, None], -1)[..., 0]
         probs = jax.lax.stop_gradient(jnp.exp(log_prob))
         weights = slot_weights(supervised[..., 1:], probs, config)
-        return -jnp.sum(weights * log_prob), jnp.sum(weights)
+        loss = -(1 - soft_weight) * log_prob
+        if soft_weight:
+            goal = jax.nn.softmax(teacher @ kernel)[:, :, 1:]
+            loss -= soft_weight * jnp.sum(goal * log_probs, axis=-1)
+        return 3 * jnp.sum(weights * loss), jnp.sum(weights)
 
     (value, sums), bar = jax.jit(jax.value_and_grad(numerator, has_aux=True))(hidden)
     (want, weight), want_bar = jax.jit(jax.value_and_grad(direct, has_aux=True))(hidden)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    np.testing.assert_allclose(bar, want_bar, atol=1e-6)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    scale = float(jnp.abs(want_bar).max())
+    np.testing.assert_allclose(bar / scale, want_bar / scale, atol=1e-6, rtol=0)
     np.testing.assert_allclose(sums.denominator, 2 if kind == "dpace" else weight, rtol=1e-6)
     assert not np.asarray(bar[:, :, 0]).any()
+    alone = jax.jit(numerator)(hidden)[1]
+    assert_trees_close(alone, sums, rtol=1e-6)
+
+
+def test_the_gradient_keeps_the_dtype_of_the_hidden_states():
+    """bfloat16 hidden states and head: 8 bits of a gradient computed in float32 up to the head."""
+    hidden, kernel, labels, supervised = head_inputs()
+    rows = kernel.T.astype(jnp.bfloat16)
+
+    def numerator(hidden, rows):
+        sums = head_loss(
+            lambda x: logits(x, rows), hidden, labels, supervised, loss_config("decay")
+        )
+        return sums.numerator
+
+    bar = jax.jit(jax.grad(numerator))(hidden.astype(jnp.bfloat16), rows)
+    want = jax.jit(jax.grad(numerator))(
+        hidden.astype(jnp.bfloat16).astype(jnp.float32), rows.astype(jnp.float32)
+    )
+    assert bar.dtype == jnp.bfloat16
+    scale = float(jnp.abs(want).max())
+    np.testing.assert_allclose(bar.astype(jnp.float32) / scale, want / scale, atol=0.02, rtol=0)
+
+
+def count_products(function, *args):
+    """Matrix products in a traced function, those of inner jaxprs included."""
+    return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
+
+
+def test_the_head_is_applied_once():
+    """Training: logits and the gradient from them. Evaluation: logits. No second forward pass."""
+    hidden, kernel, labels, supervised = head_inputs()
+
+    def numerator(hidden):
+        config = loss_config("decay")
+        return head_loss(lambda x: x @ kernel, hidden, labels, supervised, config).numerator
+
+    assert count_products(numerator, hidden) == 1
+    assert count_products(jax.grad(numerator), hidden) == 2
+
+
+def test_head_in_reverse_equals_autodiff():
+    """`layers.logits` has a backward pass of its own."""
+    hidden, kernel, *_ = head_inputs()
+
+    def value(function):
+        return lambda x, rows: jnp.sum(jnp.sin(function(x, rows)))
+
+    got = jax.grad(value(logits), (0, 1))(hidden, kernel.T)
+    want = jax.grad(value(lambda x, rows: x @ rows.T), (0, 1))(hidden, kernel.T)
+    assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_counts():
@@ -228,20 +316,20 @@ def test_counts():
 
 def test_logits_of_all_blocks_never_exist():
     hidden, kernel, labels, supervised = head_inputs(2, 32, 4, 8, 512)
+    all_logits = hidden[:, :, 1:, 0].size * 512 * 4
 
-    def temporary_bytes(chunk):
+    def temporary_bytes(chunk_bytes):
         @jax.jit
         @jax.grad
         def bar(hidden):
-            config = loss_config("decay", chunk)
+            config = loss_config("decay", chunk_bytes)
             return head_loss(lambda x: x @ kernel, hidden, labels, supervised, config).numerator
 
         memory: Any = bar.lower(hidden).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
-    all_logits = hidden[:, :, 1:, 0].size * 512 * 4
-    assert temporary_bytes(2) < all_logits / 2
-    assert temporary_bytes(32) > all_logits
+    assert temporary_bytes(all_logits // 16) < all_logits / 2
+    assert temporary_bytes(all_logits) > all_logits
 
 
 # The whole step
@@ -346,6 +434,59 @@ def test_nothing_of_the_target_is_trained(models):
         ).numerator
 
     assert norm(bar(target.params)) == 0
+
+
+def test_the_targets_own_logits(models):
+    """Labels and soft labels, against a loop over anchors and slots with whole logits."""
+    target, drafter = models
+    batch = rows((LENGTH, 2), (10, 1))
+    for t in range(LENGTH - 1):  # the rows follow the target, but for every fourth token
+        if t % 4 != 1:
+            choice = jnp.argmax(target_forward(target, batch["tokens_BT"])[0][:, t], axis=-1)
+            batch["tokens_BT"] = batch["tokens_BT"].at[:, t + 1].set(choice)
+    all_logits, features = target_forward(target, batch["tokens_BT"], (0, 1))
+    hidden, _, _ = target.model.apply({"params": target.params}, batch["tokens_BT"])
+    anchors, valid = jnp.array([[3, 8], [2, 5]]), jnp.array([[True, True], [True, False]])
+    config = loss_config("decay", labels="target", soft_weight=0.25)
+    sums = drafter_loss(
+        *(target.model, target.params, drafter.model, drafter.params),
+        *(batch, features, anchors, valid, config),
+        hidden_BTD=hidden,
+    )
+    numerator = denominator = accepted = 0.0
+    for row, a in ((0, 3), (0, 8), (1, 2)):
+        tokens = np.asarray(batch["tokens_BT"][row])
+        drafts = draft_logits(target, drafter, features[row : row + 1], tokens[a : a + 1], [a])
+        log_q = np.asarray(jax.nn.log_softmax(drafts[0]))
+        leading = True
+        for k in range(1, BLOCK):
+            if a + k >= LENGTH or not batch["loss_mask_BT"][row, a + k]:
+                break
+            before = np.asarray(all_logits[row, a + k - 1])
+            label, weight = before.argmax(), np.exp(-(k - 1) / 3.0)
+            soft = -np.sum(np.asarray(jax.nn.softmax(before)) * log_q[k])
+            numerator += weight * (0.75 * -log_q[k, label] + 0.25 * soft)
+            denominator += weight
+            leading &= log_q[k].argmax() == label
+            accepted += leading
+            if tokens[a + k] != label:
+                break
+        accepted += 1
+    np.testing.assert_allclose(sums.numerator, numerator, rtol=1e-5)
+    np.testing.assert_allclose(sums.denominator, denominator, rtol=1e-6)
+    assert (float(sums.accepted), float(sums.blocks)) == (accepted, 3)
+
+
+@pytest.mark.parametrize("changes", [{"labels": "target"}, {"soft_weight": 0.5}])
+def test_the_targets_logits_are_asked_for(models, changes):
+    target, drafter = models
+    batch = rows((LENGTH, 2))
+    with pytest.raises(ValueError, match="hidden_BTD is needed"):
+        drafter_loss(
+            *(target.model, target.params, drafter.model, drafter.params, batch),
+            *(jnp.zeros((1, LENGTH, 64)), jnp.array([[3]]), jnp.array([[True]])),
+            loss_config("decay", **changes),
+        )
 
 
 @pytest.mark.parametrize("kind", MEANS)

@@ -30,7 +30,7 @@ from train.optimizer import make_optimizer, make_schedule
 from train.repetition import is_looping
 from train.settings import Settings
 from train.state import TrainState, create_state
-from train.step import anchor_hash, make_train_step
+from train.step import anchor_hash, make_eval_step, make_train_step
 
 SMALL: dict[str, Any] = {
     "drafter.num_layers": 1,
@@ -192,6 +192,36 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         assert checkpoints.latest_step == 1
 
 
+def test_an_evaluation_that_fails_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is there before it, and the next start makes up for it."""
+    settings = small(train__steps=2, train__eval_every=0, eval__num_prompts=0)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("evaluation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.loop.teacher_forced", fail)
+        with pytest.raises(MemoryError):
+            train(settings, tmp_path, quiet())
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        assert checkpoints.latest_step == 2
+    console = quiet()
+    summary = train(settings, tmp_path, console)
+    assert "evaluation of step 2 is missing" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert summary.evaluation["step"] == summary.started_at == 2
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ]
+    again = train(settings, tmp_path, console)
+    assert "finished: step 2 of 2" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert again.evaluation == summary.evaluation
+
+
 def first_steps(count: int, models: setup.Models, **changes: Any) -> tuple[TrainState, list[float]]:
     """`count` steps without the loop: the state and the losses."""
     settings = small(**changes)
@@ -202,6 +232,7 @@ def first_steps(count: int, models: setup.Models, **changes: Any) -> tuple[Train
         models,
         target=dataclasses.replace(models.target, params=params),
         model=type(models.model)(models.config, dtype),
+        init=settings.drafter.init,
     )
     optimizer = make_optimizer(settings.optimizer, 30)
     make, arguments = models.initial_params(0)
@@ -258,6 +289,61 @@ def test_the_loss_is_the_same_however_it_is_split(
         # Adam's first steps divide a gradient by itself: near 0 its noise is amplified, to a
         # fraction of the learning rate of 1e-2.
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.labels": "target", "train.soft_weight": 0.5, "train.anchors": "uniform"},
+        {"train.loss": "dpace", "train.soft_weight": 0.5, "drafter.init": "target"},
+    ],
+    ids=["target labels", "init from the target"],
+)
+def test_other_objectives_however_they_are_split(
+    models: setup.Models, changes: dict[str, Any]
+) -> None:
+    """Tolerances as above."""
+    one = first_steps(2, models, **changes)[1]
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    np.testing.assert_allclose(first_steps(2, models, **changes, **mesh)[1], one, rtol=2e-6)
+
+
+def step_flops(models: setup.Models, **changes: Any) -> float:
+    settings = small(**changes)
+    mesh = setup.build_mesh(settings)
+    objective = setup.build_objective(settings, models)
+    make, arguments = models.initial_params(0)
+    abstract = jax.eval_shape(make, *arguments)
+    batch = {
+        "tokens_BT": jax.ShapeDtypeStruct((8, 20), jnp.int32),
+        "loss_mask_BT": jax.ShapeDtypeStruct((8, 20), jnp.bool_),
+        "sample_id_B": jax.ShapeDtypeStruct((8,), jnp.int32),
+    }
+    compiled = make_eval_step(objective, mesh).lower(
+        abstract, models.target.params, batch, jax.random.key_data(jax.random.key(0))
+    )
+    cost: Any = compiled.compile().cost_analysis()
+    return cost["flops"]
+
+
+def test_layers_beyond_the_last_tap_are_computed_only_if_asked_for(models: setup.Models) -> None:
+    """Taps 0, 2, 3 of four layers against taps 0, 1, 2: one layer less, but for the logits."""
+    c = models.config
+    low = dataclasses.replace(c, target_layer_ids=(0, 1, 2))
+    cut = dataclasses.replace(models, config=low, model=type(models.model)(low, jnp.float32))
+    t = models.target.config
+    projections = t.hidden_size * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
+    layer = 2 * 8 * 20 * (projections * t.head_dim + 3 * t.hidden_size * t.intermediate_size)
+    assert step_flops(models) - step_flops(cut) > layer
+    own = {"train__labels": "target"}
+    assert abs(step_flops(models, **own) - step_flops(cut, **own)) < layer / 100
+
+
+def test_uniform_anchors_are_reached_by_a_setting(models: setup.Models) -> None:
+    random, uniform = (
+        first_steps(1, models, train__anchors=anchors)[1] for anchors in ("random", "uniform")
+    )
+    assert random != uniform
 
 
 def test_masters_stay_float32_in_bfloat16_training(

@@ -19,7 +19,7 @@ from dflash_jax.drafter import Drafter
 from train import setup
 from train.checkpoint import Checkpoints, check_resume, describe
 from train.evaluate import decode_prompts, rates, teacher_forced
-from train.metrics import Metrics, NonFiniteError, read_rows
+from train.metrics import LOG, Metrics, NonFiniteError, lacks_evaluation, read_rows
 from train.optimizer import make_optimizer, make_schedule
 from train.settings import Settings
 from train.state import TrainState, create_state
@@ -98,7 +98,10 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
         start, notes = checkpoints.latest_step or 0, []
         if start:
             notes = check_resume(checkpoints.restore_meta(), meta, checkpoints.path)
-        if start >= num_steps:
+        owed = _evaluates_at(settings, rows, num_steps, start) and lacks_evaluation(
+            workdir / LOG, start
+        )
+        if start >= num_steps and not owed:
             console.print(f"finished: step {start} of {num_steps}, nothing left to do")
             return _summary(num_steps, num_steps, 0.0, workdir)
         if start:
@@ -131,6 +134,9 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
                 metrics.say(line)
             if start:
                 metrics.say(f"resumed at step {start} of {num_steps}")
+            if owed:
+                metrics.say(f"the evaluation of step {start} is missing: made up for")
+                run.evaluate(start, state, metrics)
             began = time.monotonic()
             run.loop(state, start, batches, metrics)
             seconds = time.monotonic() - began
@@ -139,7 +145,7 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
 
 def _summary(num_steps: int, start: int, seconds: float, workdir: Path) -> Summary:
     last: dict[str, dict[str, Any]] = {"train": {}, "eval": {}}
-    log = workdir / "metrics.jsonl"
+    log = workdir / LOG
     for row in read_rows(log) if log.exists() else []:  # the rows of a finished run may be gone
         last[row["kind"]] = row
     return Summary(num_steps, start, last["train"], last["eval"], seconds, workdir)
@@ -170,16 +176,15 @@ class _Run:
             if pending is not None:
                 self._log(pending, metrics)
             pending = _Pending(step, numbers, batch["sample_id_B"])
-            last = step == self.num_steps
-            evaluates = last or _is_due(step, every.eval_every)
-            saves = last or _is_due(step, every.checkpoint_every)
+            evaluates = _evaluates_at(self.settings, self.rows, self.num_steps, step)
+            saves = step == self.num_steps or _is_due(step, every.checkpoint_every)
             if evaluates or saves:  # nothing is judged or saved that is not known to be finite
                 self._log(pending, metrics)
                 pending = None
-            if evaluates and self.rows.held_out is not None:
-                metrics.evaluation(step, self.evaluate(state, self.settings.eval.num_prompts))
-            if saves:
+            if saves:  # before the evaluation, which may fail
                 self.checkpoints.save(step, state, batches.get_state(), self.meta)
+            if evaluates:
+                self.evaluate(step, state, metrics)
 
     def _log(self, pending: _Pending, metrics: Metrics) -> None:
         numbers: StepMetrics = jax.device_get(pending.numbers)
@@ -202,8 +207,8 @@ class _Run:
         }
         metrics.train(pending.step, row)
 
-    def evaluate(self, state: TrainState, num_prompts: int) -> dict[str, Any]:
-        """Teacher-forced numbers and, with prompts, those of real decoding as `decode_*`."""
+    def evaluate(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Logs teacher-forced numbers and, with prompts, those of real decoding as `decode_*`."""
         store, target = self.rows.held_out, self.models.target
         assert store is not None
         other, looping = (
@@ -214,13 +219,13 @@ class _Run:
         )
         row = teacher_forced(self.eval_step, state.params, target.params, other, looping)
         row |= {"rows": len(store), "looping": int(store.looping.sum())}
-        prompts = self.rows.prompts(num_prompts)
+        prompts = self.rows.prompts(self.settings.eval.num_prompts)
         if prompts:
             drafter = Drafter(self.models.config, self.models.model, state.params)
             limit = self.settings.eval.max_new_tokens
             decoded = decode_prompts(target, drafter, prompts, limit)
             row |= {f"decode_{k}": v for k, v in dataclasses.asdict(decoded).items()}
-        return row
+        metrics.evaluation(step, row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +235,12 @@ class _Pending:
     step: int
     numbers: StepMetrics
     sample_ids_B: np.ndarray
+
+
+def _evaluates_at(settings: Settings, rows: setup.Rows, num_steps: int, step: int) -> bool:
+    """Whether the held-out rows are looked at after this many steps."""
+    due = step == num_steps or _is_due(step, settings.train.eval_every)
+    return due and rows.held_out is not None
 
 
 def _is_due(step: int, every: int) -> bool:

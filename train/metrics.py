@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
+LOG = "metrics.jsonl"
+
 
 class NonFiniteError(RuntimeError):
     """The loss or its gradient is no longer a number; the state must not be saved."""
@@ -55,6 +57,16 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def lacks_evaluation(path: Path, step: int) -> bool:
+    """Whether `step` was logged and its evaluation was not: the run ended in between."""
+    kinds = set()
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):  # else the process was killed while it wrote
+            row = json.loads(line)
+            kinds |= {row["kind"]} if row["step"] == step else set()
+    return kinds == {"train"}
+
+
 class Metrics:
     """Writes rows as they come; a context manager.
 
@@ -75,7 +87,7 @@ class Metrics:
         console: Console,
         writes: bool = True,
     ):
-        self.path = workdir / "metrics.jsonl"
+        self.path = workdir / LOG
         self._console, self._log_every, self._num_steps = console, log_every, num_steps
         self._file, self._board = None, None
         if writes:

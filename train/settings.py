@@ -64,6 +64,8 @@ class DrafterSettings:
       block_size: slots of a block, the anchor included; 0 as above.
       mask_token_id: row of the target's embedding that no text uses; -1 = not stated.
       warm_start: folder or hub id of a published drafter to go on from; "" = a fresh one.
+      init: of a fresh one: "target", layers copied from the target (dflash_jax/drafter_init.py), or
+        "random".
       dtype: of the computation; parameters and their optimizer state are float32.
     """
 
@@ -73,6 +75,7 @@ class DrafterSettings:
     block_size: int = _field(minimum=0)
     mask_token_id: int = _field(minimum=-1)
     warm_start: str
+    init: str = _field(choices=("random", "target"))
     dtype: str = _field(choices=("auto", "float32", "bfloat16"))
 
 
@@ -133,11 +136,17 @@ class TrainSettings:
       steps: optimizer steps; 0 = by epochs.
       epochs: passes over the rows; ignored where steps are stated.
       num_anchors: blocks a row and step.
+      anchors: "random", drawn anew at every step, or "uniform", responses cut into consecutive
+        blocks (the paper's ablation, worse).
       accumulate: parts a batch is split into, one after the other, to save memory; exact.
       seed: of the drafter's weights, the order of the rows and the anchors.
       loss: "decay" (paper, Eq. 4), "uniform" or "dpace" (arXiv 2605.18810).
       gamma: of "decay"; 0 = by block size (dflash.md, section 3).
       alpha: of "dpace".
+      labels: "data", the tokens of the row, or "target", the target's own argmax: for rows sampled
+        at a temperature, where greedy decoding is what counts (train/loss.py).
+      soft_weight: share of the target's whole distribution, at temperature 1, in the labels. Like
+        "target" above, it costs the target's last layers and a second use of the head.
       attention: "dense" or "chunked".
       log_every, eval_every, checkpoint_every: steps between two; the last two also happen at the
         end, and 0 is then only.
@@ -147,11 +156,14 @@ class TrainSettings:
     steps: int = _field(minimum=0)
     epochs: int = _field(minimum=0)
     num_anchors: int = _field(minimum=1)
+    anchors: str = _field(choices=("random", "uniform"))
     accumulate: int = _field(minimum=1)
     seed: int = _field(minimum=0)
     loss: str = _field(choices=("decay", "uniform", "dpace"))
     gamma: float = _field(minimum=0)
     alpha: float = _field(minimum=0, maximum=1)
+    labels: str = _field(choices=("data", "target"))
+    soft_weight: float = _field(minimum=0, maximum=1)
     attention: str = _field(choices=("dense", "chunked"))
     log_every: int = _field(minimum=1)
     eval_every: int = _field(minimum=0)

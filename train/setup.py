@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import DFlashDrafter, check_fits, init_drafter
+from dflash_jax.drafter_init import check_copyable
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_drafter, load_target
 from dflash_jax.sharding import batch_sharding, make_mesh, param_shardings
@@ -29,6 +30,7 @@ from train.synthetic import TINY, tiny_target, write_rows
 
 # dflash.md, section 3: block size -> gamma.
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+_LOGITS_BYTES = 2 * 1024**3  # float32 logits alive at once on a device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +40,25 @@ class Models:
     Attributes:
       model: the drafter's module; computes in `drafter.dtype`.
       warm_params: parameters to go on from, or None for fresh ones.
+      init: how fresh ones are made (`init_drafter`).
     """
 
     target: Target
     config: DrafterConfig
     model: DFlashDrafter
     warm_params: Params | None
+    init: str
 
     def initial_params(self, seed: int) -> tuple[Callable[..., Params], tuple[Any, ...]]:
         """A traceable function and its arguments: the float32 parameters to start from."""
         if self.warm_params is not None:
             return (lambda params: params), (self.warm_params,)
-        return (lambda: init_drafter(self.target, self.config, seed).params), ()
+
+        def make(target_params: Params) -> Params:
+            target = dataclasses.replace(self.target, params=target_params)
+            return init_drafter(target, self.config, seed, init=self.init).params
+
+        return make, (self.target.params,)  # an argument: constants would be compiled in
 
 
 def build_mesh(settings: Settings) -> Mesh:
@@ -95,7 +104,9 @@ def build_models(settings: Settings, mesh: Mesh) -> Models:
             **taps,
         )
         check_fits(config, target, settings.source)
-    return Models(target, config, DFlashDrafter(config, dtype), warm_params)
+        if s.init == "target":
+            check_copyable(config, target.config, settings.target.path)
+    return Models(target, config, DFlashDrafter(config, dtype), warm_params, s.init)
 
 
 def _check_warm_start(settings: Settings, config: DrafterConfig) -> None:
@@ -132,9 +143,17 @@ def build_objective(settings: Settings, models: Models) -> Objective:
     return Objective(
         target=models.target.model,
         drafter=models.model,
-        loss=LossConfig(train.loss, gamma or 1.0, train.alpha),
+        loss=LossConfig(
+            kind=train.loss,
+            gamma=gamma or 1.0,
+            alpha=train.alpha,
+            labels=train.labels,
+            soft_weight=train.soft_weight,
+            chunk_bytes=_LOGITS_BYTES * settings.mesh.data * settings.mesh.fsdp,
+        ),
         num_anchors=train.num_anchors,
         attention=train.attention,
+        anchors=train.anchors,
     )
 
 

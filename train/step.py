@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from dflash_jax.drafter import DFlashDrafter
 from dflash_jax.sharding import batch_sharding
 from dflash_jax.target import TargetModel
-from train.anchors import sample_anchors
+from train.anchors import sample_anchors, uniform_anchors
 from train.loss import LossConfig, LossSums, drafter_loss, mean_loss
 from train.state import Params, TrainState, state_shardings
 
@@ -48,6 +49,7 @@ class Objective:
     Attributes:
       num_anchors: A, blocks a row.
       attention: implementation of the drafter's attention.
+      anchors: where blocks start: "random" or "uniform" (train/anchors.py).
     """
 
     target: TargetModel
@@ -55,6 +57,7 @@ class Objective:
     loss: LossConfig
     num_anchors: int
     attention: str
+    anchors: str = "random"
 
     def __call__(
         self, params: Params, target_params: Params, batch: Batch, key: jax.Array, mesh: Mesh
@@ -62,14 +65,20 @@ class Objective:
         """Sums over the rows of `batch`, and the checksum of the anchors.
 
         Args:
-          key: of the anchors; a row's depend on it and on the row's sample id.
+          key: of random anchors; a row's depend on it and on the row's sample id.
         """
         tokens_BT = batch["tokens_BT"]
         frozen = jax.lax.stop_gradient({"params": target_params})
-        layer_ids = self.drafter.config.target_layer_ids
-        features_BTM = self.target.apply(frozen, tokens_BT, layer_ids=layer_ids)[1]
+        c = self.drafter.config
+        # Layers beyond the last tap are dead code unless the loss reads the target's logits.
+        hidden_BTD, features_BTM, _ = self.target.apply(
+            frozen, tokens_BT, layer_ids=c.target_layer_ids
+        )
         features_BTM = jax.lax.with_sharding_constraint(features_BTM, batch_sharding(mesh))
-        anchors_BA, valid_BA = sample_anchors(
+        draw: Any = sample_anchors
+        if self.anchors == "uniform":
+            draw = partial(uniform_anchors, block_size=c.block_size)
+        anchors_BA, valid_BA = draw(
             key, batch["sample_id_B"], batch["loss_mask_BT"], self.num_anchors
         )
         sums = drafter_loss(
@@ -83,6 +92,7 @@ class Objective:
             valid_BA,
             self.loss,
             self.attention,
+            hidden_BTD if self.loss.needs_target_logits else None,
         )
         return sums, anchor_hash(batch["sample_id_B"], anchors_BA, valid_BA)
 
