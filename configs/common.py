@@ -54,7 +54,8 @@ def base() -> ConfigDict:
             "loss": "decay",
             "gamma": 0.0,  # by block size
             "alpha": 0.5,
-            "attention": "chunked",
+            "attention": "auto",
+            "target_attention": "auto",
             "log_every": 10,
             "eval_every": 1000,
             "checkpoint_every": 500,

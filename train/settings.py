@@ -134,7 +134,10 @@ class TrainSettings:
       loss: "decay" (paper, Eq. 4), "uniform" or "dpace" (arXiv 2605.18810).
       gamma: of "decay"; 0 = by block size (dflash.md, section 3).
       alpha: of "dpace".
-      attention: "dense" or "chunked".
+      attention: of the drafter: "dense", "chunked", "pallas" (a kernel for NVIDIA GPUs), or "auto":
+        "pallas" where it runs, "chunked" elsewhere.
+      target_attention: "dense", "cudnn" (NVIDIA GPUs, bfloat16), or "auto": "cudnn" where it runs,
+        "dense" elsewhere.
       log_every, eval_every, checkpoint_every: steps between two; the last two also happen at the
         end, and 0 is then only.
       keep: checkpoints kept, the newest ones.
@@ -148,7 +151,8 @@ class TrainSettings:
     loss: str = _field(choices=("decay", "uniform", "dpace"))
     gamma: float = _field(minimum=0)
     alpha: float = _field(minimum=0, maximum=1)
-    attention: str = _field(choices=("dense", "chunked"))
+    attention: str = _field(choices=("auto", "dense", "chunked", "pallas"))
+    target_attention: str = _field(choices=("auto", "dense", "cudnn"))
     log_every: int = _field(minimum=1)
     eval_every: int = _field(minimum=0)
     checkpoint_every: int = _field(minimum=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dflash_jax.block_attention import resolve_implementation
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import DFlashDrafter, check_fits, init_drafter
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_drafter, load_target
 from dflash_jax.sharding import batch_sharding, make_mesh, param_shardings
-from dflash_jax.target import Params, Target
+from dflash_jax.target import Params, Target, resolve_attention
 from train.chat import ChatFormat
 from train.data import TokenStore, load_samples, make_loader, num_batches
 from train.loss import LossConfig
@@ -119,7 +121,8 @@ def build_objective(settings: Settings, models: Models) -> Objective:
     """The loss of the config.
 
     Raises:
-      ConfigError: gamma is not stated and the block size has no published one.
+      ConfigError: gamma is not stated and the block size has no published one, or an attention
+        asked for by name cannot run here.
     """
     train, block = settings.train, models.config.block_size
     gamma = train.gamma or _GAMMA.get(block)
@@ -128,12 +131,25 @@ def build_objective(settings: Settings, models: Models) -> Objective:
             f"{settings.source}: train.gamma: needed for block size {block} (published values are "
             f"for {sorted(_GAMMA)})"
         )
+    devices = build_mesh(settings).devices.flatten()
+    chosen = {}
+    for name, choose in (
+        ("attention", partial(resolve_implementation, devices=devices)),
+        (
+            "target_attention",
+            partial(resolve_attention, model=models.target.model, devices=devices),
+        ),
+    ):
+        try:
+            chosen[name] = choose(getattr(train, name))
+        except ValueError as error:
+            raise ConfigError(f"{settings.source}: train.{name}: {error}") from error
     return Objective(
+        **chosen,
         target=models.target.model,
         drafter=models.model,
         loss=LossConfig(train.loss, gamma or 1.0, train.alpha),
         num_anchors=train.num_anchors,
-        attention=train.attention,
     )
 
 

@@ -48,6 +48,7 @@ class Objective:
     Attributes:
       num_anchors: A, blocks a row.
       attention: implementation of the drafter's attention.
+      target_attention: of the target's.
     """
 
     target: TargetModel
@@ -55,6 +56,7 @@ class Objective:
     loss: LossConfig
     num_anchors: int
     attention: str
+    target_attention: str
 
     def __call__(
         self, params: Params, target_params: Params, batch: Batch, key: jax.Array, mesh: Mesh
@@ -67,23 +69,26 @@ class Objective:
         tokens_BT = batch["tokens_BT"]
         frozen = jax.lax.stop_gradient({"params": target_params})
         layer_ids = self.drafter.config.target_layer_ids
-        features_BTM = self.target.apply(frozen, tokens_BT, layer_ids=layer_ids)[1]
+        features_BTM = self.target.apply(
+            frozen, tokens_BT, layer_ids=layer_ids, attention=self.target_attention
+        )[1]
         features_BTM = jax.lax.with_sharding_constraint(features_BTM, batch_sharding(mesh))
         anchors_BA, valid_BA = sample_anchors(
             key, batch["sample_id_B"], batch["loss_mask_BT"], self.num_anchors
         )
-        sums = drafter_loss(
-            self.target,
-            target_params,
-            self.drafter,
-            params,
-            batch,
-            features_BTM,
-            anchors_BA,
-            valid_BA,
-            self.loss,
-            self.attention,
-        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels split their work by it
+            sums = drafter_loss(
+                self.target,
+                target_params,
+                self.drafter,
+                params,
+                batch,
+                features_BTM,
+                anchors_BA,
+                valid_BA,
+                self.loss,
+                self.attention,
+            )
         return sums, anchor_hash(batch["sample_id_B"], anchors_BA, valid_BA)
 
 

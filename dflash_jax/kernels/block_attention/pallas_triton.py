@@ -272,9 +272,7 @@ def _context_scores(
     start = index * shape.tile
     whole = shape.slots % shape.tile == 0
     k, v = (
-        _load(
-            ref.at[pl.ds(start, shape.tile), :], shape.slots - start, shape.head_dim, whole=whole
-        )
+        _load(ref.at[pl.ds(start, shape.tile), :], shape.slots - start, shape.head_dim, whole=whole)
         for ref in (k_ref, v_ref)
     )
     scores = _dot(q, k, (1, 1)) * LOG2_E
