@@ -203,10 +203,10 @@ def test_lowers_for_cuda(dtype, sizes, window):
 def test_refusals():
     arrays, positions, _ = inputs(0, 1, 2, 2, 1, 1, 16, 5)
     q = arrays[0].reshape(1, 2, 2, 1, 16)
-    options = {"window": None, "causal": False}
+    options: Any = {"window": None, "causal": False}
     with pytest.raises(ValueError, match=r"implementation: 'pallas' needs an NVIDIA GPU.*is cpu"):
         context_block_attention(q, *arrays[1:], positions, implementation="pallas", **options)
-    mixed = (arrays[0].astype(jnp.bfloat16), *arrays[1:])
+    mixed: Any = (arrays[0].astype(jnp.bfloat16), *arrays[1:])
     with pytest.raises(ValueError, match=r"dtypes.*'bfloat16', 'float32'"):
         block_attention(*mixed, positions, interpret=True, **options)
     with pytest.raises(ValueError, match="is empty"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +130,22 @@ def build_objective(settings: Settings, models: Models) -> Objective:
             f"{settings.source}: train.gamma: needed for block size {block} (published values are "
             f"for {sorted(_GAMMA)})"
         )
-    devices = build_mesh(settings).devices.flatten()
-    chosen = {}
-    for name, choose in (
-        ("attention", partial(resolve_implementation, devices=devices)),
-        (
-            "target_attention",
-            partial(resolve_attention, model=models.target.model, devices=devices),
-        ),
-    ):
-        try:
-            chosen[name] = choose(getattr(train, name))
-        except ValueError as error:
-            raise ConfigError(f"{settings.source}: train.{name}: {error}") from error
+    devices = list(build_mesh(settings).devices.flat)
+    try:
+        attention = resolve_implementation(train.attention, devices)
+    except ValueError as error:
+        raise ConfigError(f"{settings.source}: train.attention: {error}") from error
+    try:
+        target_attention = resolve_attention(train.target_attention, models.target.model, devices)
+    except ValueError as error:
+        raise ConfigError(f"{settings.source}: train.target_attention: {error}") from error
     return Objective(
-        **chosen,
         target=models.target.model,
         drafter=models.model,
         loss=LossConfig(train.loss, gamma or 1.0, train.alpha),
         num_anchors=train.num_anchors,
+        attention=attention,
+        target_attention=target_attention,
     )
 
 

@@ -57,7 +57,7 @@ def block_attention(
     they divide evenly. Without one, arrays spread over devices are gathered first: right, but slow.
 
     Args:
-      tiles: by default those for the dtype.
+      tiles: by default those for the dtype and sizes.
       interpret: run the kernels in plain JAX, for tests.
 
     Raises:
@@ -74,7 +74,8 @@ def block_attention(
     batch, anchors, block, kv_heads, groups, head_dim = q_BAGKRH.shape
     if 0 in q_BAGKRH.shape or not context_k_BKSH.shape[2]:
         raise ValueError(f"q {q_BAGKRH.shape} or context {context_k_BKSH.shape} is empty")
-    spec = Spec(groups, window, causal, tiles or Tiles.for_dtype(q_BAGKRH.dtype), interpret)
+    tiles = tiles or Tiles.default(q_BAGKRH.dtype, block * groups, head_dim)
+    spec = Spec(groups, window, causal, tiles, interpret)
     q_BKAPH = jnp.einsum("bagkrh->bkagrh", q_BAGKRH)
     attend = _split(partial(flash_attention, spec), batch, kv_heads)
     out = attend(

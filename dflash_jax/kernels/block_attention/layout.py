@@ -19,12 +19,14 @@ class Tiles:
     Attributes:
       context: context positions a step of the forward and the first backward kernel.
       context_grad: context positions a program of the second backward kernel.
-      num_warps, num_stages: warps a program, and depth of Triton's software pipeline.
+      num_warps, num_warps_grad: warps a program, of the same kernels.
+      num_stages: depth of Triton's software pipeline.
     """
 
     context: int = 64
     context_grad: int = 64
     num_warps: int = 4
+    num_warps_grad: int = 4
     num_stages: int = 2
 
     def __post_init__(self) -> None:
@@ -34,10 +36,15 @@ class Tiles:
                 raise ValueError(f"{name}: {size} is not a power of two from {MIN_TILE} on")
 
     @classmethod
-    def for_dtype(cls, dtype: Any) -> Tiles:
-        """Defaults; float32 runs without tensor cores and takes twice the shared memory."""
-        wide = jnp.dtype(dtype) == jnp.float32
-        return cls(context=32, context_grad=32, num_stages=1) if wide else cls()
+    def default(cls, dtype: Any, num_rows: int, head_dim: int) -> Tiles:
+        """What fits the registers of a Hopper GPU; float32 runs without tensor cores, for parity.
+
+        Of 64 query rows at head dimension 128, four warps of the second backward kernel spill.
+        """
+        if jnp.dtype(dtype) == jnp.float32:
+            return cls(context=32, context_grad=32, num_warps=8, num_warps_grad=8, num_stages=1)
+        few = num_rows <= 64
+        return cls(num_warps=4 if few else 8, num_warps_grad=4 if few and head_dim <= 64 else 8)
 
 
 @dataclasses.dataclass(frozen=True)

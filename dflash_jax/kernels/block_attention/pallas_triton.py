@@ -9,8 +9,8 @@ behind is never read. Logarithms are to base 2 throughout.
     backward 1  (anchor, head, row) -> gradients of the queries and of the block's keys and values
     backward 2  (context tile, head, row) -> gradients of the context, over the anchors that see it
 
-Letters beyond the legend: P = G * R query rows, slot-major. Tiles are powers of two, as Triton asks:
-rows, slots and head dimensions are padded by masked loads, not by copies.
+Letters beyond the legend: P = G * R query rows, slot-major. Tiles are powers of two, which Triton
+asks for: rows, slots and head dimensions are padded by masked loads, not by copies.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _call(kernel: Any, shape: Shape, spec: Spec, **options: Any) -> Any:
+    tiles = spec.tiles
+    num_warps = tiles.num_warps_grad if kernel is _context_grad_kernel else tiles.num_warps
     return pl.pallas_call(
         partial(kernel, shape=shape, spec=spec),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=spec.tiles.num_warps, num_stages=spec.tiles.num_stages
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=tiles.num_stages),
         interpret=spec.interpret,
         name=f"block_attention{kernel.__name__.removesuffix('_kernel')}",
         **options,
