@@ -147,7 +147,7 @@ def test_ranges_hold_every_anchor_that_sees_a_tile():
                     if p < anchor and (window is None or p > anchor - window)
                 ]
                 want = (min(seen), max(seen) + 1) if seen else (0, 0)
-                assert (first[row, tile], last[row, tile]) == want
+                assert (int(first[row, tile]), int(last[row, tile])) == want
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2)])
@@ -188,8 +188,9 @@ def test_lowers_for_cuda(dtype, sizes, window):
     positions = jax.ShapeDtypeStruct(sizes[:2], jnp.int32)
 
     def run(arrays, positions, cotangent):
-        def of(*arrays):
-            return block_attention(*arrays, positions, window=window, causal=bool(window))
+        def of(*floating):
+            arrays = [*floating, positions]
+            return block_attention(*arrays, window=window, causal=bool(window))
 
         return jax.vjp(of, *arrays)[1](cotangent)
 
@@ -203,14 +204,14 @@ def test_lowers_for_cuda(dtype, sizes, window):
 def test_refusals():
     arrays, positions, _ = inputs(0, 1, 2, 2, 1, 1, 16, 5)
     q = arrays[0].reshape(1, 2, 2, 1, 16)
+    rest = [*arrays[1:], positions]
     options: Any = {"window": None, "causal": False}
     with pytest.raises(ValueError, match=r"implementation: 'pallas' needs an NVIDIA GPU.*is cpu"):
-        context_block_attention(q, *arrays[1:], positions, implementation="pallas", **options)
-    mixed: Any = (arrays[0].astype(jnp.bfloat16), *arrays[1:])
+        context_block_attention(q, *rest, implementation="pallas", **options)
     with pytest.raises(ValueError, match=r"dtypes.*'bfloat16', 'float32'"):
-        block_attention(*mixed, positions, interpret=True, **options)
+        block_attention(arrays[0].astype(jnp.bfloat16), *rest, interpret=True, **options)
     with pytest.raises(ValueError, match="is empty"):
-        block_attention(arrays[0][:, :0], *arrays[1:], positions, interpret=True, **options)
+        block_attention(arrays[0][:, :0], *rest, interpret=True, **options)
     with pytest.raises(ValueError, match="context: 48 is not a power of two"):
         Tiles(context=48)
 
