@@ -228,7 +228,7 @@ def time_step(
     anchors, block = (4, 4) if _TINY.value else (128, 16)
     config = smollm2_135m.get_config()
     config.data.update(max_length=length, batch_size=batch)
-    config.drafter.update(num_layers=3, num_taps=2 if _TINY.value else 5, block_size=block)
+    config.drafter.update(num_layers=3, num_taps=1 if _TINY.value else 5, block_size=block)
     config.train.update(
         steps=100,
         gamma=7.0,

@@ -3,7 +3,6 @@
 What only a GPU can tell, the compiled kernels' numbers and speed, is `scripts/check_kernels.py`.
 """
 
-import contextlib
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from dflash_jax.block_attention import context_block_attention, resolve_implementation
 from dflash_jax.kernels.block_attention.api import block_attention
 from dflash_jax.kernels.block_attention.layout import Tiles, anchor_ranges
 from dflash_jax.sharding import make_mesh
+from tests.gpu_rigs import Device, lowering_for_cuda
 
 NAMES = ("q", "context_k", "context_v", "block_k", "block_v")
 TILES = Tiles(context=16, context_grad=16)
@@ -56,7 +55,11 @@ def kernel(*arrays, **options) -> jax.Array:
     return block_attention(*arrays, interpret=True, tiles=TILES, **options)
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5))
+# Compiling the interpreted kernels is what takes the time here; they run once.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@partial(jax.jit, static_argnums=(0, 4, 5), compiler_options=FAST_COMPILE)
 def forward_and_gradients(attend, arrays, positions, cotangent, window, causal):
     def of(*arrays):
         return attend(*arrays, positions, window=window, causal=causal)
@@ -165,14 +168,6 @@ def test_each_device_takes_its_rows_and_heads(sizes):
     assert got[0].sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 6)
 
 
-def lowering_for_cuda():
-    """Tells jax 0.11 and later which GPU it lowers for on a machine without one."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("sizes", "window"),
@@ -216,22 +211,14 @@ def test_refusals():
         Tiles(context=48)
 
 
-class _Device:
-    """A device as `resolve_implementation` sees it."""
-
-    def __init__(self, platform: str, version: str, capability: str) -> None:
-        self.platform, self.compute_capability = platform, capability
-        self.client = type("Client", (), {"platform_version": version})
-
-
 @pytest.mark.parametrize(
     ("device", "name"),
     [
-        (_Device("gpu", "PJRT C API\ncuda 13000", "9.0"), "pallas"),
-        (_Device("gpu", "cuda 12080", "10.3"), "pallas"),
-        (_Device("gpu", "cuda 12080", "7.5"), "chunked"),
-        (_Device("gpu", "rocm 60300", "gfx942"), "chunked"),
-        (_Device("tpu", "", ""), "chunked"),
+        (Device("gpu", "PJRT C API\ncuda 13000", "9.0"), "pallas"),
+        (Device("gpu", "cuda 12080", "10.3"), "pallas"),
+        (Device("gpu", "cuda 12080", "7.5"), "chunked"),
+        (Device("gpu", "rocm 60300", "gfx942"), "chunked"),
+        (Device("tpu", "", ""), "chunked"),
     ],
 )
 def test_auto_picks_what_runs(device, name):
