@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,6 +33,39 @@ def attend(
     mask = mask_BTS[:, None, None]
     probs = masked_softmax(scores, mask)
     return jnp.einsum("bkgts,bksh->btkgh", probs.astype(v_BKSH.dtype), v_BKSH).astype(q_BTKGH.dtype)
+
+
+def why_not_cudnn(device: jax.Device, dtype: Any, head_dim: int) -> str | None:
+    """Why `attend_causal_cudnn` does not run on this device, or None where it does."""
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return f"needs an NVIDIA GPU, and the device is {device.platform}"
+    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+        return f"needs bfloat16 or float16, and the dtype is {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"needs a head_dim up to 128 and divisible by 8, and it is {head_dim}"
+    return None
+
+
+def attend_causal_cudnn(q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array) -> jax.Array:
+    """`attend` under the causal mask of a sequence on itself (T = S), by cuDNN's flash attention.
+
+    The scores never reach memory. Returns [B, T, K, G, H] in the dtype of `q`.
+
+    Raises:
+      ValueError: it cannot run here, with the reason.
+    """
+    reason = why_not_cudnn(jax.devices()[0], q_BTKGH.dtype, q_BTKGH.shape[-1])
+    if reason is not None:
+        raise ValueError(f"attention: 'cudnn' {reason}")
+    batch, length, kv_heads, groups, head_dim = q_BTKGH.shape
+    out = jax.nn.dot_product_attention(
+        q_BTKGH.reshape(batch, length, kv_heads * groups, head_dim),
+        k_BKSH.swapaxes(1, 2),
+        v_BKSH.swapaxes(1, 2),
+        is_causal=True,
+        implementation="cudnn",
+    )
+    return out.reshape(q_BTKGH.shape)
 
 
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:

@@ -6,14 +6,38 @@ decoding, a whole sequence in training) are never copied next to the block's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.attention import masked_softmax
 from dflash_jax.block_attention_vjp import chunked_attention
+from dflash_jax.kernels.block_attention import api as kernels
 from dflash_jax.masks import block_masks
 
-IMPLEMENTATIONS = ("dense", "chunked")
+IMPLEMENTATIONS = ("dense", "chunked", "pallas")
+
+
+def resolve_implementation(name: str, devices: Sequence[jax.Device]) -> str:
+    """The implementation to train with on these devices.
+
+    Args:
+      name: one of `IMPLEMENTATIONS`, or "auto": "pallas" where it runs, "chunked" elsewhere.
+
+    Raises:
+      ValueError: an unknown name, or "pallas" by name where it cannot run, with the reason.
+    """
+    if name not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"{name!r} is not one of {('auto', *IMPLEMENTATIONS)}")
+    if name not in ("auto", "pallas"):
+        return name
+    reason = kernels.why_not(devices[0])
+    if reason is None:
+        return "pallas"
+    if name == "pallas":
+        raise ValueError(f"'pallas' {reason}")
+    return "chunked"
 
 
 def context_block_attention(
@@ -40,13 +64,14 @@ def context_block_attention(
       causal: slot `k` sees block slots `<= k` only.
       implementation: "dense", the specification: all scores at once, right for decoding (A = 1).
         "chunked", for training: the same values and gradients within the memory of a few anchors.
+        "pallas", for training on NVIDIA GPUs: one kernel, no scores in memory, no masked work.
       chunk_anchors: anchors a row whose scores are alive at once, of "chunked".
 
     Returns:
       [B, A, G, N, H] in the dtype of `q`. Scale 1/sqrt(H), softmax in float32.
 
     Raises:
-      ValueError: an unknown implementation, or no anchor in a chunk.
+      ValueError: an unknown implementation, one that cannot run here, or no anchor in a chunk.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: {implementation!r} is not one of {IMPLEMENTATIONS}")
@@ -65,6 +90,13 @@ def context_block_attention(
             window=window,
             causal=causal,
             chunk_anchors=min(chunk_anchors, anchors),
+        )
+    elif implementation == "pallas":
+        reason = kernels.why_not(jax.devices()[0])
+        if reason is not None:
+            raise ValueError(f"implementation: 'pallas' {reason}")
+        out = kernels.block_attention(
+            q_BAGKRH, *keys_values, anchor_positions_BA, window=window, causal=causal
         )
     else:
         out = _dense(q_BAGKRH, *keys_values, anchor_positions_BA, window=window, causal=causal)

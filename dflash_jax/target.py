@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax import cache as kv
-from dflash_jax.attention import attend
+from dflash_jax.attention import attend, attend_causal_cudnn, why_not_cudnn
 from dflash_jax.cache import KVCache
 from dflash_jax.config import TargetConfig
 from dflash_jax.layers import (
@@ -30,11 +30,12 @@ from dflash_jax.rope import apply_rope, rope_cos_sin
 
 Params = Any
 LayerCache = tuple[jax.Array, jax.Array]
+ATTENTIONS = ("dense", "cudnn")
 
 
 class TargetAttention(nn.Module):
     """Grouped-query self-attention with fused QKV, optionally per-head RMSNorm on q and k
-    (Qwen3)."""
+    (Qwen3). Without a mask it is causal, by cuDNN."""
 
     config: TargetConfig
     dtype: Dtype
@@ -45,7 +46,7 @@ class TargetAttention(nn.Module):
         x_BTD: jax.Array,
         cos_BT1H: jax.Array,
         sin_BT1H: jax.Array,
-        mask_BTS: jax.Array,
+        mask_BTS: jax.Array | None,
         cache: LayerCache | None,
         start_B: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -65,7 +66,10 @@ class TargetAttention(nn.Module):
             assert start_B is not None
             cache = (kv.write(cache[0], k_BKTH, start_B), kv.write(cache[1], v_BKTH, start_B))
             k_BKTH, v_BKTH = cache
-        out = attend(q_BTKRH, k_BKTH, v_BKTH, mask_BTS)
+        if mask_BTS is None:
+            out = attend_causal_cudnn(q_BTKRH, k_BKTH, v_BKTH)
+        else:
+            out = attend(q_BTKRH, k_BKTH, v_BKTH, mask_BTS)
         out = Projection((K, R, H), (c.hidden_size,), c.attention_bias, self.dtype, name="out")(out)
         return out, cache
 
@@ -83,7 +87,7 @@ class TargetLayer(nn.Module):
         x_BTD: jax.Array,
         cos: jax.Array,
         sin: jax.Array,
-        mask_BTS: jax.Array,
+        mask_BTS: jax.Array | None,
         cache: LayerCache | None,
         start_B: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -167,6 +171,7 @@ class TargetModel(nn.Module):
         positions_BT: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
         layer_ids: tuple[int, ...] = (),
+        attention: str = "dense",
     ) -> tuple[jax.Array, jax.Array, KVCache | None]:
         """Runs the decoder over T tokens.
 
@@ -182,12 +187,22 @@ class TargetModel(nn.Module):
             on top of it.
           layer_ids: tapped layers; the feature of layer i is its output residual stream, before the
             final norm (`hidden_states[i + 1]` in Transformers' terms).
+          attention: "dense", or "cudnn" for a pass without cache, positions and mask of its own;
+            layers with a sliding window stay dense. See `resolve_attention`.
 
         Returns:
           hidden_BTD after the final norm (for `head`), features_BTM concatenated in the order of
           `layer_ids`, and the cache.
+
+        Raises:
+          ValueError: an unknown `attention`, or "cudnn" where it cannot run.
         """
         c = self.config
+        if attention not in ATTENTIONS:
+            raise ValueError(f"attention: {attention!r} is not one of {ATTENTIONS}")
+        flash = attention == "cudnn"
+        if flash and not (cache is None and positions_BT is None and mask_BTS is None):
+            raise ValueError("attention: 'cudnn' takes no cache, positions_BT or mask_BTS")
         start_B = None if cache is None else cache.length_B
         if positions_BT is None:
             first = jnp.zeros((1,), jnp.int32) if start_B is None else start_B
@@ -202,7 +217,9 @@ class TargetModel(nn.Module):
         new_k, new_v = [], []
         for i, layer in enumerate(self.layers):
             layer_cache = None if cache is None else (cache.k[i], cache.v[i])
-            mask = within_window(mask_BTS, positions_BT, c.window(i))
+            mask = None
+            if not flash or c.window(i) is not None:
+                mask = within_window(mask_BTS, positions_BT, c.window(i))
             x, layer_cache = layer(x, cos, sin, mask, layer_cache, start_B)
             if layer_cache is not None:
                 new_k.append(layer_cache[0])
@@ -288,17 +305,48 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...
     return ids
 
 
+def resolve_attention(name: str, model: TargetModel, devices: Sequence[jax.Device]) -> str:
+    """The attention of uncached passes on these devices.
+
+    Args:
+      name: one of `ATTENTIONS`, or "auto": "cudnn" where it runs, "dense" elsewhere.
+
+    Raises:
+      ValueError: an unknown name, or "cudnn" by name where it cannot run, with the reason.
+    """
+    if name not in ("auto", *ATTENTIONS):
+        raise ValueError(f"{name!r} is not one of {('auto', *ATTENTIONS)}")
+    if name == "dense":
+        return name
+    reason = why_not_cudnn(devices[0], model.dtype, model.config.head_dim)
+    if reason is not None and name == "cudnn":
+        raise ValueError(f"'cudnn' {reason}")
+    return "cudnn" if reason is None else "dense"
+
+
 def target_forward(
-    target: Target, tokens_BT: jax.Array, layer_ids: Sequence[int] = ()
+    target: Target,
+    tokens_BT: jax.Array,
+    layer_ids: Sequence[int] = (),
+    attention: str = "dense",
 ) -> tuple[jax.Array, jax.Array]:
-    """One uncached pass: float32 logits_BTV and features_BTM (M = taps * D, `layer_ids` order)."""
+    """One uncached pass: float32 logits_BTV and features_BTM (M = taps * D, `layer_ids` order).
+
+    `attention`: "auto", "dense" or "cudnn", see `resolve_attention`.
+    """
     ids = check_layer_ids(layer_ids, target.config.num_hidden_layers)
-    return _forward(target.model, target.params, jnp.asarray(tokens_BT, jnp.int32), ids)
+    attention = resolve_attention(attention, target.model, jax.devices())
+    tokens_BT = jnp.asarray(tokens_BT, jnp.int32)
+    return _forward(target.model, target.params, tokens_BT, ids, attention)
 
 
-@partial(jax.jit, static_argnames=("model", "layer_ids"))
+@partial(jax.jit, static_argnames=("model", "layer_ids", "attention"))
 def _forward(
-    model: TargetModel, params: Params, tokens_BT: jax.Array, layer_ids: tuple[int, ...]
+    model: TargetModel,
+    params: Params,
+    tokens_BT: jax.Array,
+    layer_ids: tuple[int, ...],
+    attention: str,
 ) -> tuple[jax.Array, jax.Array]:
-    hidden, features, _ = apply(model, params, tokens_BT, layer_ids=layer_ids)
+    hidden, features, _ = apply(model, params, tokens_BT, layer_ids=layer_ids, attention=attention)
     return apply(model, params, hidden, method="head"), features

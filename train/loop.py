@@ -130,7 +130,8 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
         with Metrics(
             workdir, start, num_steps, settings.train.log_every, console, jax.process_index() == 0
         ) as metrics:
-            for line in (*rows.reports, *notes):
+            attention = f"attention: {objective.attention}; target: {objective.target_attention}"
+            for line in (attention, *rows.reports, *notes):
                 metrics.say(line)
             if start:
                 metrics.say(f"resumed at step {start} of {num_steps}")

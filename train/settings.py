@@ -147,7 +147,10 @@ class TrainSettings:
         at a temperature, where greedy decoding is what counts (train/loss.py).
       soft_weight: share of the target's whole distribution, at temperature 1, in the labels. Like
         "target" above, it costs the target's last layers and a second use of the head.
-      attention: "dense" or "chunked".
+      attention: of the drafter: "dense", "chunked", "pallas" (a kernel for NVIDIA GPUs), or "auto":
+        "pallas" where it runs, "chunked" elsewhere.
+      target_attention: "dense", "cudnn" (NVIDIA GPUs, bfloat16), or "auto": "cudnn" where it runs,
+        "dense" elsewhere.
       log_every, eval_every, checkpoint_every: steps between two; the last two also happen at the
         end, and 0 is then only.
       keep: checkpoints kept, the newest ones.
@@ -164,7 +167,8 @@ class TrainSettings:
     alpha: float = _field(minimum=0, maximum=1)
     labels: str = _field(choices=("data", "target"))
     soft_weight: float = _field(minimum=0, maximum=1)
-    attention: str = _field(choices=("dense", "chunked"))
+    attention: str = _field(choices=("auto", "dense", "chunked", "pallas"))
+    target_attention: str = _field(choices=("auto", "dense", "cudnn"))
     log_every: int = _field(minimum=1)
     eval_every: int = _field(minimum=0)
     checkpoint_every: int = _field(minimum=0)

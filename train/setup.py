@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dflash_jax.block_attention import resolve_implementation
 from dflash_jax.config import DrafterConfig
 from dflash_jax.drafter import DFlashDrafter, check_fits, init_drafter
 from dflash_jax.drafter_init import check_copyable
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_drafter, load_target
 from dflash_jax.sharding import batch_sharding, make_mesh, param_shardings
-from dflash_jax.target import Params, Target
+from dflash_jax.target import Params, Target, resolve_attention
 from train.chat import ChatFormat
 from train.data import load_samples, make_loader, num_batches
 from train.loss import LossConfig
@@ -131,7 +132,8 @@ def build_objective(settings: Settings, models: Models) -> Objective:
     """The loss of the config.
 
     Raises:
-      ConfigError: gamma is not stated and the block size has no published one.
+      ConfigError: gamma is not stated and the block size has no published one, or an attention
+        asked for by name cannot run here.
     """
     train, block = settings.train, models.config.block_size
     gamma = train.gamma or _GAMMA.get(block)
@@ -140,6 +142,15 @@ def build_objective(settings: Settings, models: Models) -> Objective:
             f"{settings.source}: train.gamma: needed for block size {block} (published values are "
             f"for {sorted(_GAMMA)})"
         )
+    devices = list(build_mesh(settings).devices.flat)
+    try:
+        attention = resolve_implementation(train.attention, devices)
+    except ValueError as error:
+        raise ConfigError(f"{settings.source}: train.attention: {error}") from error
+    try:
+        target_attention = resolve_attention(train.target_attention, models.target.model, devices)
+    except ValueError as error:
+        raise ConfigError(f"{settings.source}: train.target_attention: {error}") from error
     return Objective(
         target=models.target.model,
         drafter=models.model,
@@ -152,8 +163,9 @@ def build_objective(settings: Settings, models: Models) -> Objective:
             chunk_bytes=_LOGITS_BYTES * settings.mesh.data * settings.mesh.fsdp,
         ),
         num_anchors=train.num_anchors,
-        attention=train.attention,
         anchors=train.anchors,
+        attention=attention,
+        target_attention=target_attention,
     )
 
 

@@ -49,6 +49,7 @@ class Objective:
     Attributes:
       num_anchors: A, blocks a row.
       attention: implementation of the drafter's attention.
+      target_attention: of the target's.
       anchors: where blocks start: "random" or "uniform" (train/anchors.py).
     """
 
@@ -57,6 +58,7 @@ class Objective:
     loss: LossConfig
     num_anchors: int
     attention: str
+    target_attention: str
     anchors: str = "random"
 
     def __call__(
@@ -72,7 +74,7 @@ class Objective:
         c = self.drafter.config
         # Layers beyond the last tap are dead code unless the loss reads the target's logits.
         hidden_BTD, features_BTM, _ = self.target.apply(
-            frozen, tokens_BT, layer_ids=c.target_layer_ids
+            frozen, tokens_BT, layer_ids=c.target_layer_ids, attention=self.target_attention
         )
         features_BTM = jax.lax.with_sharding_constraint(features_BTM, batch_sharding(mesh))
         draw: Any = sample_anchors
@@ -81,19 +83,20 @@ class Objective:
         anchors_BA, valid_BA = draw(
             key, batch["sample_id_B"], batch["loss_mask_BT"], self.num_anchors
         )
-        sums = drafter_loss(
-            self.target,
-            target_params,
-            self.drafter,
-            params,
-            batch,
-            features_BTM,
-            anchors_BA,
-            valid_BA,
-            self.loss,
-            self.attention,
-            hidden_BTD if self.loss.needs_target_logits else None,
-        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels split their work by it
+            sums = drafter_loss(
+                self.target,
+                target_params,
+                self.drafter,
+                params,
+                batch,
+                features_BTM,
+                anchors_BA,
+                valid_BA,
+                self.loss,
+                self.attention,
+                hidden_BTD if self.loss.needs_target_logits else None,
+            )
         return sums, anchor_hash(batch["sample_id_B"], anchors_BA, valid_BA)
 
 
