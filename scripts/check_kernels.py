@@ -244,7 +244,9 @@ def time_step(
         num_taps=settings.drafter.num_taps,
         block_size=block,
     )
-    models = setup.Models(target, drafter, DFlashDrafter(drafter, target.model.dtype), None)
+    models = setup.Models(
+        target, drafter, DFlashDrafter(drafter, target.model.dtype), None, "random"
+    )
     mesh = setup.build_mesh(settings)
     optimizer = make_optimizer(settings.optimizer, settings.train.steps)
     make_params, arguments = models.initial_params(0)

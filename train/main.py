@@ -50,7 +50,8 @@ def join_processes() -> None:
     Raises:
       ValueError: flags that do not go together.
     """
-    stated = {"num_processes": _PROCESSES.value, "process_id": _PROCESS.value}
+    count, index = _PROCESSES.value, _PROCESS.value
+    stated = {"num_processes": count, "process_id": index}
     if _COORDINATOR.value is None:
         for name, value in stated.items():
             if value is not None:
@@ -61,11 +62,11 @@ def join_processes() -> None:
     for name, value in stated.items():
         if value is None:
             raise ValueError(f"{name}: missing, --coordinator={_COORDINATOR.value} needs it")
-    if _PROCESS.value >= _PROCESSES.value:
-        raise ValueError(
-            f"process_id: {_PROCESS.value} is not below num_processes {_PROCESSES.value}"
-        )
-    jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    assert count is not None  # for the type checker
+    assert index is not None
+    if index >= count:
+        raise ValueError(f"process_id: {index} is not below num_processes {count}")
+    jax.distributed.initialize(_COORDINATOR.value, count, index)
 
 
 def _parse(argv: list[str]) -> list[str]:
