@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from dflash_jax.drafter import Drafter, init_drafter
 from dflash_jax.drafter_init import source_layers
 from dflash_jax.errors import LoadError
 from dflash_jax.layers import apply
-from dflash_jax.target import Target, init_target
+from dflash_jax.target import Target, TargetModel
 
 TARGETS = {
     "llama": TargetConfig.tiny("llama"),
@@ -28,28 +27,33 @@ TARGETS = {
 def make_target(config: TargetConfig) -> Target:
     """Random weights with norms and biases that are not one and zero."""
     rng = np.random.default_rng(0)
+    model = TargetModel(config, jnp.dtype("float32"))
 
     def draw(path: Any, x: jax.Array) -> jax.Array:
         mean, deviation = (1.0, 0.3) if path[-1].key == "scale" else (0.0, 0.15)
         return jnp.asarray(rng.normal(mean, deviation, x.shape), x.dtype)
 
-    target = init_target(config)
-    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(draw, target.params))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return Target(config, model, jax.tree_util.tree_map_with_path(draw, shapes["params"]))
 
 
-def make_drafter(target: Target, **changes: Any) -> Drafter:
-    options = {"mask_token_id": 39, "num_layers": 2, "target_layer_ids": (0, 2), "block_size": 4}
-    config = DrafterConfig.for_target(target.config, **{**options, **changes})
-    return init_drafter(target, config, init="target")
+def config_for(target: Target, **changes: Any) -> DrafterConfig:
+    options = {"mask_token_id": 39, "num_layers": 2, "target_layer_ids": (2, 0), "block_size": 4}
+    return DrafterConfig.for_target(target.config, **{**options, **changes})
+
+
+@cache
+def make_models(name: str) -> tuple[Target, Drafter]:
+    target = make_target(TARGETS[name])
+    return target, init_drafter(target, config_for(target), init="target")
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_draft_layer_reads_the_context_as_its_source_does(name: str) -> None:
     """Where the context is the source layer's input, keys point where the target's own do (equal
     them, where it norms them too), and values are equal."""
-    target = make_target(TARGETS[name])
+    target, drafter = make_models(name)
     config = target.config
-    drafter = make_drafter(target)
     tokens = np.random.default_rng(1).integers(0, 39, (2, 9))
     run = jax.jit(partial(apply, target.model), static_argnames=("layer_ids", "method"))
     materialize = jax.jit(partial(apply, drafter.model, method="materialize"))
@@ -73,9 +77,9 @@ def test_a_draft_layer_reads_the_context_as_its_source_does(name: str) -> None:
 
 
 def test_the_context_starts_as_the_last_tap() -> None:
-    target = make_target(TARGETS["qwen3"])
-    drafter = make_drafter(target, target_layer_ids=(2, 0, 1))
-    features = np.random.default_rng(0).normal(size=(1, 3, 96)).astype(np.float32)
+    """That of layer 2, which comes first in the list."""
+    _, drafter = make_models("qwen3")
+    features = np.random.default_rng(0).normal(size=(1, 3, 64)).astype(np.float32)
     context = apply(drafter.model, drafter.params, features, method="fuse")
     want = features[..., :32] / np.sqrt(np.mean(features[..., :32] ** 2, axis=-1, keepdims=True))
     np.testing.assert_allclose(context, want, rtol=1e-4)
@@ -83,11 +87,9 @@ def test_the_context_starts_as_the_last_tap() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_copied(name: str) -> None:
-    target = make_target(TARGETS[name])
-    drafter = make_drafter(target)
+    target, drafter = make_models(name)
     new: Any = drafter.params
-    fresh: Any = init_drafter(target, drafter.config).params
-    assert jax.tree.structure(new) == jax.tree.structure(fresh)
+    fresh = jax.eval_shape(lambda: init_drafter(target, drafter.config).params)
     shapes = [jax.tree.map(lambda p: (p.shape, p.dtype), tree) for tree in (new, fresh)]
     assert shapes[0] == shapes[1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
@@ -119,12 +121,12 @@ def test_what_is_copied(name: str) -> None:
     ],
 )
 def test_what_does_not_fit(config: TargetConfig, changes: dict[str, Any], message: str) -> None:
+    target = Target(config, TargetModel(config, jnp.dtype("float32")), {})
     with pytest.raises(LoadError, match=message):
-        make_drafter(init_target(config), **changes)
+        init_drafter(target, config_for(target, **changes), init="target")
 
 
 def test_no_such_init() -> None:
-    target = init_target(TARGETS["llama"])
-    config = DrafterConfig.for_target(target.config, mask_token_id=1, target_layer_ids=(0,))
+    target, drafter = make_models("qwen3")
     with pytest.raises(ValueError, match="init: 'zeros' is not one of"):
-        init_drafter(target, config, init="zeros")
+        init_drafter(target, drafter.config, init="zeros")

@@ -319,11 +319,10 @@ def step_flops(models: setup.Models, **changes: Any) -> float:
         "loss_mask_BT": jax.ShapeDtypeStruct((8, 20), jnp.bool_),
         "sample_id_B": jax.ShapeDtypeStruct((8,), jnp.int32),
     }
-    compiled = make_eval_step(objective, mesh).lower(
-        abstract, models.target.params, batch, jax.random.key_data(jax.random.key(0))
-    )
-    cost: Any = compiled.compile().cost_analysis()
-    return cost["flops"]
+    step: Any = make_eval_step(objective, mesh)
+    key = jax.random.key_data(jax.random.key(0))
+    lowered = step.lower(abstract, models.target.params, batch, key)
+    return lowered.compile().cost_analysis()["flops"]
 
 
 def test_layers_beyond_the_last_tap_are_computed_only_if_asked_for(models: setup.Models) -> None:
