@@ -6,6 +6,7 @@ stopped and taken up at any prompt.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ def generate_many(
     fetched and yielded, and the next jobs are read and checked while it runs.
 
     Args:
-      jobs: read lazily, one group of `refill_size` ahead of the rows in work.
+      jobs: read lazily, ahead of the rows in work by what one refill may need.
       batch_size: rows decoded together; memory is `batch_size * num_slots` cache entries.
       num_slots: cache slots a row; every prompt + budget + block must fit.
       cycles_per_step: cycles between two looks at which rows have finished. More means fewer
@@ -114,7 +115,8 @@ def generate_many(
     lengths = whole.prompt_length_B.copy()
     size = min(refill_size or max(1, batch_size // 16), len(first))
     groups = _Groups(source, request, size)
-    groups.prepare()
+    ahead = 1
+    groups.prepare(ahead)
     while True:
         finish_B = np.asarray(state.finish_B)
         ended = [i for i, job in enumerate(rows) if job is not None and finish_B[i] != RUNNING]
@@ -126,7 +128,9 @@ def generate_many(
         for i in ended:
             rows[i] = None
         free = [i for i, job in enumerate(rows) if job is None]
+        inserted = 0
         while len(free) >= size and (group := groups.take()):
+            inserted += 1
             if group.request.spec.mode is not whole.spec.mode:
                 whole = dataclasses.replace(whole, spec=_richer(whole.spec, group.request.spec))
             taken, free = free[: len(group.jobs)], free[len(group.jobs) :]
@@ -150,7 +154,8 @@ def generate_many(
             if groups.error is not None:
                 raise groups.error
             return
-        groups.prepare()
+        ahead = max(ahead, inserted)
+        groups.prepare(ahead)
 
 
 def _padded(rows: Sequence[int], size: int, filler: int) -> np.ndarray:
@@ -167,7 +172,7 @@ class _Group:
 
 
 class _Groups:
-    """Jobs in groups of `size`, one of them ready before it is asked for.
+    """Jobs in groups of `size`, read and checked before they are asked for.
 
     Attributes:
       error: what the jobs or their request raised. It ends the run, but not before the rows in
@@ -179,31 +184,29 @@ class _Groups:
     ) -> None:
         self.error: Exception | None = None
         self._source, self._make, self._size = source, make, size
-        self._ready: _Group | None = None
+        self._ready: collections.deque[_Group] = collections.deque()
 
-    def prepare(self) -> None:
-        """Reads and checks the next group, unless one is ready."""
-        if self._ready is not None or self.error is not None:
-            return
-        jobs: list[Job] = []
-        try:
-            for job in itertools.islice(self._source, self._size):
-                jobs.append(job)  # kept, should the next one raise
-        except Exception as error:
-            self.error = error
-        if not jobs:
-            return
-        try:
-            padded = [*jobs, *[jobs[-1]] * (self._size - len(jobs))]
-            self._ready = _Group(jobs, self._make(padded))
-        except ValueError as error:
-            self.error = error
+    def prepare(self, count: int) -> None:
+        """Makes `count` groups ready, as far as there are jobs."""
+        while self.error is None and len(self._ready) < count:
+            jobs: list[Job] = []
+            try:
+                for job in itertools.islice(self._source, self._size):
+                    jobs.append(job)  # kept, should the next one raise
+            except Exception as error:
+                self.error = error
+            if not jobs:
+                return
+            try:
+                padded = [*jobs, *[jobs[-1]] * (self._size - len(jobs))]
+                self._ready.append(_Group(jobs, self._make(padded)))
+            except ValueError as error:
+                self.error = error
 
     def take(self) -> _Group | None:
         """The next group, None at the end of the jobs."""
-        self.prepare()
-        group, self._ready = self._ready, None
-        return group
+        self.prepare(1)
+        return self._ready.popleft() if self._ready else None
 
 
 def _richer(a: DecodeSpec, b: DecodeSpec) -> DecodeSpec:
