@@ -287,16 +287,11 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         small = case.part(min(case.batch, 2), min(case.anchors, 64))
         yield f"{case.name}, float32 parity", partial(check_float32, small)
         yield f"{case.name}, bfloat16 parity", partial(check_bfloat16, case)
-        for name in ("dense", "chunked"):
+        for name in ("dense", "chunked", "pallas"):
             yield f"{case.name}, {name}", partial(time_attention, case, name)
-        for tiles in (Tiles(16, 16),) if _TINY.value else TILES:
-            label = (
-                "default tiles"
-                if tiles is None
-                else ", ".join(map(str, dataclasses.astuple(tiles)))
-            )
-            run = partial(time_attention, case, "pallas", tiles)
-            yield f"{case.name}, pallas ({label})", run
+        for tiles in () if _TINY.value else TILES:
+            label = ", ".join(map(str, dataclasses.astuple(tiles)))
+            yield f"{case.name}, pallas, tiles {label}", partial(time_tiles, case, tiles)
     if not _TINY.value:
         windowed = dataclasses.replace(CASES[0].part(4, 128), window=256)
         yield "SmolLM2-135M, window 256, bfloat16 parity", partial(check_bfloat16, windowed)
@@ -311,7 +306,7 @@ def model_cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield "target forward", partial(check_target, target, tokens)
     if "step" in _PARTS.value:
         pairs = [("pallas", "cudnn"), ("dense", "dense"), ("chunked", "dense")]
-        for pair in pairs[1:] if _TINY.value else pairs:
+        for pair in pairs[2:] if _TINY.value else pairs:
             label = f"step, drafter {pair[0]}, target {pair[1]}"
             yield label, partial(time_step, target, batch, length, *pair)
 
