@@ -10,6 +10,7 @@ read. `--tiny` runs small cases on any backend, the kernel in plain JAX.
 """
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -92,11 +93,9 @@ CASES = (
     Case("Qwen3-8B", 1, 8, 4, 128, 3072, 512, 16),
 )
 TINY_CASES = (Case("tiny", 2, 1, 3, 16, 40, 4, 4),)
-TILES = (
-    None,
+TILES = (  # besides the default ones; larger ones spill registers
     Tiles(128, 64, 8, 8, 2),
-    Tiles(64, 128, 4, 8, 2),
-    Tiles(64, 64, 4, 4, 3),
+    Tiles(64, 64, 4, 8, 3),
     Tiles(32, 32, 4, 4, 2),
 )
 
@@ -180,45 +179,47 @@ def check_bfloat16(case: Case) -> dict[str, Any]:
     return {"error": of_pallas, "error of dense": of_dense, "ok": ok}
 
 
-def time_attention(case: Case, name: str, tiles: Tiles | None = None) -> dict[str, Any]:
-    inputs, attend = case.arrays(jnp.bfloat16), implementation(name, tiles)
+def time_attention(case: Case, name: str) -> dict[str, Any]:
+    inputs, attend = case.arrays(jnp.bfloat16), implementation(name)
     return {
         "forward ms": milliseconds(compiled(attend, case, False), *inputs),
         "forward + backward ms": milliseconds(compiled(attend, case, True), *inputs),
     }
 
 
-def features(target: Target, tokens: jax.Array, attention: str) -> Callable[[], jax.Array]:
-    """The target's part of a training step, ready to be called."""
+def time_tiles(case: Case, tiles: Tiles) -> dict[str, Any]:
+    run = compiled(implementation("pallas", tiles), case, True)
+    return {"forward + backward ms": milliseconds(run, *case.arrays(jnp.bfloat16))}
+
+
+def features(target: Target, attention: str) -> Callable[..., jax.Array]:
+    """The target's part of a training step: `(params, tokens) -> features`, jitted."""
     ids = tuple(range(0, target.config.num_hidden_layers, 6))
 
-    @jax.jit
     def run(params: Any, tokens: jax.Array) -> jax.Array:
         out = target.model.apply({"params": params}, tokens, layer_ids=ids, attention=attention)
         return out[1]
 
-    return partial(run, target.params, tokens)
+    return jax.jit(run)
 
 
-def check_target(target: Target, tokens: jax.Array, attention: str) -> dict[str, Any]:
-    """Time, and the error of the features against the dense path in float32 (two rows)."""
+def check_target(target: Target, tokens: jax.Array) -> dict[str, Any]:
+    """Both attentions: times, and the features against the dense path in float32."""
     wide = dataclasses.replace(
-        target,
-        model=type(target.model)(target.config, jnp.dtype("float32")),
-        params=jax.tree.map(lambda x: x.astype(jnp.float32), target.params),
+        target, model=type(target.model)(target.config, jnp.dtype("float32"))
     )
+    wide_params = jax.tree.map(lambda x: x.astype(jnp.float32), target.params)
     with jax.default_matmul_precision("highest"):
-        want = features(wide, tokens[:2], "dense")()
-    of_dense, found = (
-        float(relative([features(target, tokens[:2], name)()], [want])[0])
-        for name in ("dense", attention)
-    )
-    return {
-        "forward ms": milliseconds(features(target, tokens, attention)),
-        "error": {"features": found},
-        "error of dense": {"features": of_dense},
-        "ok": found <= BFLOAT16_LIMIT * of_dense,
-    }
+        want = features(wide, "dense")(wide_params, tokens)
+    row: dict[str, Any] = {}
+    for name in ("dense",) if _TINY.value else ("dense", "cudnn"):
+        run = features(target, name)
+        found = float(relative([run(target.params, tokens)], [want])[0])
+        row[f"{name} forward ms"] = milliseconds(run, target.params, tokens)
+        row["error" if name == "cudnn" else "error of dense"] = {"features": found}
+    row["forward ms"] = row.get("cudnn forward ms", row["dense forward ms"])
+    found = row.get("error", row["error of dense"])["features"]
+    return row | {"ok": found <= BFLOAT16_LIMIT * row["error of dense"]["features"]}
 
 
 def time_step(
@@ -288,16 +289,11 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         small = case.part(min(case.batch, 2), min(case.anchors, 64))
         yield f"{case.name}, float32 parity", partial(check_float32, small)
         yield f"{case.name}, bfloat16 parity", partial(check_bfloat16, case)
-        for name in ("dense", "chunked"):
+        for name in ("dense", "chunked", "pallas"):
             yield f"{case.name}, {name}", partial(time_attention, case, name)
-        for tiles in (Tiles(16, 16),) if _TINY.value else TILES:
-            label = (
-                "default tiles"
-                if tiles is None
-                else ", ".join(map(str, dataclasses.astuple(tiles)))
-            )
-            run = partial(time_attention, case, "pallas", tiles)
-            yield f"{case.name}, pallas ({label})", run
+        for tiles in () if _TINY.value else TILES:
+            label = ", ".join(map(str, dataclasses.astuple(tiles)))
+            yield f"{case.name}, pallas, tiles {label}", partial(time_tiles, case, tiles)
     if not _TINY.value:
         windowed = dataclasses.replace(CASES[0].part(4, 128), window=256)
         yield "SmolLM2-135M, window 256, bfloat16 parity", partial(check_bfloat16, windowed)
@@ -309,11 +305,10 @@ def model_cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     target = init_target(config, dtype=jnp.bfloat16)
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, config.vocab_size)
     if "target" in _PARTS.value:
-        for name in ("dense",) if _TINY.value else ("dense", "cudnn"):
-            yield f"target forward, {name}", partial(check_target, target, tokens, name)
+        yield "target forward", partial(check_target, target, tokens)
     if "step" in _PARTS.value:
         pairs = [("pallas", "cudnn"), ("dense", "dense"), ("chunked", "dense")]
-        for pair in pairs[1:] if _TINY.value else pairs:
+        for pair in pairs[2:] if _TINY.value else pairs:
             label = f"step, drafter {pair[0]}, target {pair[1]}"
             yield label, partial(time_step, target, batch, length, *pair)
 
@@ -354,14 +349,15 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--parts: {unknown} are not in {PARTS}")
     console = Console(width=120, highlight=False)
     rows: list[dict[str, Any]] = []
-    if "attention" in _PARTS.value:
-        rows += [attempt(*case, console) for case in attention_cases()]
+    cases = attention_cases() if "attention" in _PARTS.value else iter(())
     if {"target", "step"} & set(_PARTS.value):
-        rows += [attempt(*case, console) for case in model_cases()]
+        cases = itertools.chain(cases, model_cases())
+    for name, run in cases:
+        rows.append(attempt(name, run, console))
+        if _OUTPUT.value:  # after each case: a run cut short leaves what it has found
+            results = {"command": sys.argv, **environment(), "cases": rows}
+            Path(_OUTPUT.value).write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(rows))
-    if _OUTPUT.value:
-        results = {"command": sys.argv, **environment(), "cases": rows}
-        Path(_OUTPUT.value).write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(any(row.get("ok") is False for row in rows))
 
 

@@ -3,6 +3,7 @@
 cuDNN itself runs on GPUs only: `scripts/check_kernels.py` compares its numbers.
 """
 
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from dflash_jax import attention
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.layers import apply
-from dflash_jax.target import Target, init_target, resolve_attention, target_forward
+from dflash_jax.target import Target, TargetModel, init_target, resolve_attention, target_forward
 from tests.gpu_rigs import Device, lowering_for_cuda
 from train import setup
 from train.settings import Settings
@@ -23,6 +24,7 @@ from train.settings import Settings
 GPU = Device("gpu", "PJRT C API\ncuda 13000", "9.0")
 
 
+@cache
 def target(**changes: Any) -> Target:
     """Two query heads a key/value head, so that their order shows."""
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -54,7 +56,9 @@ def test_equals_dense(windows: int, calls: list[dict[str, Any]]) -> None:
     tested = target(**changes)
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, tested.config.vocab_size)
     want, got = (
-        apply(tested.model, tested.params, tokens, layer_ids=(0, 1), attention=name)
+        jax.jit(partial(apply, tested.model, layer_ids=(0, 1), attention=name))(
+            tested.params, tokens
+        )
         for name in ("dense", "cudnn")
     )
     np.testing.assert_allclose(got[0], want[0], atol=1e-5, rtol=1e-5)
@@ -89,7 +93,7 @@ def test_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_auto_picks_what_runs(device: Any, dtype: str, head_dim: int, reason: str | None) -> None:
     config = TargetConfig.tiny(head_dim=head_dim)
-    model = type(target().model)(config, jnp.dtype(dtype))
+    model = TargetModel(config, jnp.dtype(dtype))
     assert resolve_attention("auto", model, [device]) == ("dense" if reason else "cudnn")
     assert resolve_attention("dense", model, [device]) == "dense"
     if reason is None:
