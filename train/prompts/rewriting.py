@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 
-from train.conversations import Conversation
+from train.conversations import Conversation, first_user_text, is_held_out
 
 _REWRITE = (
     "Rewrite this sentence in a more formal tone: {text}",
@@ -101,10 +101,15 @@ _TOPICS = (
 _SENTENCE = re.compile(r"[A-Z][^.!?\n`<>{}|\\]{25,240}[.!?](?=\s|$)")
 
 
-def sentences(conversations: Iterable[Conversation]) -> Iterator[list[str]]:
-    """Runs of up to four plain English sentences from each conversation's first user turn."""
+def sentences(
+    conversations: Iterable[Conversation], held_out_fraction: float
+) -> Iterator[list[str]]:
+    """Runs of up to four plain English sentences from each conversation's first user turn, of
+    those that are not held out."""
     for conversation in conversations:
-        text = next(m["content"] for m in conversation.messages if m["role"] == "user")
+        text = first_user_text(conversation.messages)
+        if is_held_out(text, held_out_fraction):
+            continue
         found = [match.group() for match in _SENTENCE.finditer(text) if _is_plain(match.group())]
         if found:
             yield found[:4]
