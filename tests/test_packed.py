@@ -1,12 +1,13 @@
 """Packed answers: the rows of the JSONL exactly, the same samples, and clear errors."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scripts.pack_answers import main as pack_main
 from tests.text_rigs import END, small_tokenizer
 from train.chat import ChatFormat
 from train.data import load_samples
@@ -160,11 +161,14 @@ def test_files_that_do_not_fit_themselves(
         read_packed(tmp_path / "other.npz")
 
 
-def test_the_command(files: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys) -> None:
-    from absl import flags
-
-    flags.FLAGS.mark_as_parsed()
-    monkeypatch.setattr(flags.FLAGS["out"], "value", str(tmp_path / "cli.npz"))
-    pack_main(["pack_answers.py", str(files[0])])
-    assert "12 rows" in capsys.readouterr().out
-    assert len(read_packed(tmp_path / "cli.npz")) == 12
+def test_the_command(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "cli.npz"
+    command = [sys.executable, "scripts/pack_answers.py", f"--out={out}"]
+    done = subprocess.run([*command, files[0]], capture_output=True, text=True, check=True)
+    assert "12 rows" in done.stdout
+    assert "template not recorded" in done.stdout
+    assert len(read_packed(out)) == 12
+    bad = subprocess.run([*command, tmp_path / "none.jsonl"], capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert "error: " in bad.stderr
+    assert "none.jsonl" in bad.stderr

@@ -4,15 +4,17 @@ import ast
 import itertools
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.make_prompts import FAMILIES, choose, family_texts, write
 from train.conversations import Conversation, is_held_out, read_conversations
 from train.heldout import humaneval_problems
 from train.prompts import completion, rewriting
 from train.prompts.avoid import WORDS, Avoid, runs_of_words
+from train.prompts.families import FAMILIES, choose, family_texts, write
 from train.word_problems import word_problems
 
 RUNS = [
@@ -173,3 +175,17 @@ def test_files_are_conversations_that_name_their_family(tmp_path: Path) -> None:
     read = list(read_conversations(tmp_path / "x" / "coding.jsonl", need_assistant=False))
     assert [c.id for c in read] == ["coding/000000", "coding/000001"]
     assert read[0].messages == [{"role": "user", "content": "one é"}]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/make_prompts.py", f"--out={tmp_path}", "--count=30"]
+    options = ["--families=arithmetic,coding", "--seed=3"]
+    first_run = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    assert "164 HumanEval problems, 200 held-out prompts" in first_run.stdout
+    assert "arithmetic.jsonl: 30 prompts" in first_run.stdout
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(files) == ["arithmetic.jsonl", "coding.jsonl"]
+    assert all(text.count("\n") == 30 for text in files.values())
+    bad = subprocess.run([*command, "--families=poems"], capture_output=True, text=True)
+    assert bad.returncode != 0
+    assert "['poems'] are not among" in bad.stdout + bad.stderr
