@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ def test_an_evaluation_that_fails_loses_nothing(
 
 def first_steps(count: int, models: setup.Models, **changes: Any) -> tuple[TrainState, list[float]]:
     """`count` steps without the loop: the state and the losses."""
-    settings = small(**changes)
+    # Drawn weights: with copied ones the odd gradient is so small that Adam shows its rounding.
+    settings = small(**{"drafter.init": "random", **changes})
     mesh = setup.build_mesh(settings)
     params = jax.device_put(models.target.params, setup.param_shardings(models.target.params, mesh))
     dtype = jnp.dtype("bfloat16" if settings.drafter.dtype == "bfloat16" else "float32")
@@ -339,10 +341,20 @@ def test_layers_beyond_the_last_tap_are_computed_only_if_asked_for(models: setup
 
 
 def test_uniform_anchors_are_reached_by_a_setting(models: setup.Models) -> None:
-    random, uniform = (
-        first_steps(1, models, train__anchors=anchors)[1] for anchors in ("random", "uniform")
-    )
-    assert random != uniform
+    """Traced only: random anchors are the best of random scores, uniform ones need none."""
+    mesh = setup.build_mesh(small())
+    make, arguments = models.initial_params(0)
+    params = jax.eval_shape(make, *arguments)
+    batch = {
+        "tokens_BT": jnp.zeros((2, 20), jnp.int32),
+        "loss_mask_BT": jnp.ones((2, 20), bool),
+        "sample_id_B": jnp.arange(2),
+    }
+    for anchors, drawn in (("random", True), ("uniform", False)):
+        objective = setup.build_objective(small(train__anchors=anchors), models)
+        traced = jax.make_jaxpr(partial(objective, mesh=mesh))
+        inputs = (params, models.target.params, batch, jax.random.key(0))
+        assert ("top_k" in str(traced(*inputs))) == drawn
 
 
 def test_masters_stay_float32_in_bfloat16_training(
