@@ -50,12 +50,12 @@ def make_schedule(
         step = jnp.asarray(step, jnp.float32)
         done = jnp.clip((step - start) / max(falling, 1), 0, 1)
         if cosine:
-            left = 0.5 * (1 + jnp.cos(jnp.pi * done))
+            after = 0.5 * top * (1 + jnp.cos(jnp.pi * done))
         elif settings.decay_shape == "linear":
-            left = 1 - done
+            after = top * (1 - done)
         else:
-            left = 1 - jnp.sqrt(done)
-        return jnp.where(step < warmup, top * (step + 1) / max(warmup, 1), top * left)
+            after = top * (1 - jnp.sqrt(done))
+        return jnp.where(step < warmup, top * (step + 1) / max(warmup, 1), after)
 
     return rate
 
