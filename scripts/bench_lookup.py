@@ -1,7 +1,7 @@
 """Transformers on the prompts of a held-out set: plain generate and prompt-lookup decoding.
 
     python scripts/bench_lookup.py --target=smollm2-135m-instruct --set=humaneval --num_prompts=8 \\
-        --output=docs/results/transformers_humaneval_h200.json
+        --output=docs/results/transformers_lookup_h200.json
 
 Needs the `test` extra (PyTorch). The model is our own target, written as a Hugging Face folder, so
 that both have the same weights in the same precision. jax stays on the CPU: the card is PyTorch's.

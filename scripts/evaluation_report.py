@@ -198,7 +198,7 @@ def evaluation_figure(results: Sequence[dict[str, Any]], path: Path) -> None:
     timed = find(cells, temperature=0.0, batch_size=1)
     machines, sets = _machines(timed), _ordered(cells, "set")
     figure, axes = plt.subplots(
-        1, 2 if machines else 1, figsize=(9 if machines else 5, 3.2), squeeze=False
+        1, 2 if machines else 1, figsize=(10 if machines else 5, 3.2), squeeze=False
     )
     left = axes[0, 0]
     for name in sets:
@@ -228,7 +228,7 @@ def evaluation_figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         right.invert_yaxis()
         right.margins(x=0.15)
         right.set_title("speedup, greedy, batch 1")
-        right.legend(frameon=False, fontsize="small")
+        right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
