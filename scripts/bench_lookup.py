@@ -60,7 +60,12 @@ def write_folder(target: Target, folder: Path) -> None:
     """The target as Transformers reads it: config.json and model.safetensors."""
     tensors = weights.export_tensors(weights.target_table(target.config), target.params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(target.config.to_hf()), encoding="utf-8")
+    config = target.config.to_hf()
+    if "sliding_attention" not in target.config.layer_types:
+        # Transformers makes a mask for each of these kinds where the cache is static, also for
+        # Llama, whose layers then do not know what to do with them.
+        config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def generate_options(way: str, lookup_tokens: int, temperature: float) -> dict[str, Any]:
