@@ -1,7 +1,7 @@
 """Transformers on the prompts of a held-out set: plain generate and prompt-lookup decoding.
 
     python scripts/bench_lookup.py --target=smollm2-135m-instruct --set=humaneval --num_prompts=8 \\
-        --output=docs/results/transformers_humaneval_h200.json
+        --output=docs/results/transformers_lookup_h200.json
 
 Needs the `test` extra (PyTorch). The model is our own target, written as a Hugging Face folder, so
 that both have the same weights in the same precision. jax stays on the CPU: the card is PyTorch's.
@@ -60,7 +60,12 @@ def write_folder(target: Target, folder: Path) -> None:
     """The target as Transformers reads it: config.json and model.safetensors."""
     tensors = weights.export_tensors(weights.target_table(target.config), target.params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(target.config.to_hf()), encoding="utf-8")
+    config = target.config.to_hf()
+    if "sliding_attention" not in target.config.layer_types:
+        # Transformers makes a mask for each of these kinds where the cache is static, also for
+        # Llama, whose layers then do not know what to do with them.
+        config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def generate_options(way: str, lookup_tokens: int, temperature: float) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dflash_jax.target import Target
 from infer import stream
 from infer.bench_report import environment
 from infer.timing import TimedRun, timed_run, warm_up
-from train.repetition import is_looping
+from train.acceptance import summarize_acceptance
 
 _TARGET = flags.DEFINE_string("target", None, "Folder, hub id, GGUF or alias.", required=True)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder of the trained drafter.", required=True)
@@ -69,7 +68,7 @@ def timed(target: Target, drafter: Drafter | None, rows: list[dict[str, Any]]) -
     return runs
 
 
-def summarize(plain: list[TimedRun], fast: list[TimedRun]) -> dict[str, Any]:
+def summarize(plain: list[TimedRun], fast: list[TimedRun], block_size: int) -> dict[str, Any]:
     """All numbers of the demo."""
 
     def rate(runs: list[TimedRun]) -> float:
@@ -78,17 +77,7 @@ def summarize(plain: list[TimedRun], fast: list[TimedRun]) -> dict[str, Any]:
     def step_ms(runs: list[TimedRun]) -> float:
         return statistics.median(1e3 * r.decode_s / r.iterations for r in runs if r.iterations)
 
-    def tau(runs: list[TimedRun]) -> float | None:
-        lengths = [
-            n
-            for run in runs
-            for row, cut in zip(run.output.acceptance_lengths, run.output.cut, strict=True)
-            for n in (row[:-1] if cut else row)
-        ]
-        return statistics.fmean(lengths) if lengths else None
-
-    loops = [is_looping(run.output.token_ids[0]) for run in fast]
-    histogram = Counter(n for run in fast for n in run.output.acceptance_lengths[0])
+    accepted = summarize_acceptance([run.output for run in fast], block_size)
     cost = step_ms(fast) / step_ms(plain)
     return {
         "prompts": len(fast),
@@ -98,15 +87,11 @@ def summarize(plain: list[TimedRun], fast: list[TimedRun]) -> dict[str, Any]:
         "identical": [
             a.output.token_ids == b.output.token_ids for a, b in zip(plain, fast, strict=True)
         ],
-        "mean_acceptance_length": tau(fast),
-        "mean_acceptance_length_looping": tau(
-            [r for r, loop in zip(fast, loops, strict=True) if loop]
-        ),
-        "mean_acceptance_length_other": tau(
-            [r for r, loop in zip(fast, loops, strict=True) if not loop]
-        ),
-        "looping": sum(loops),
-        "histogram": {str(n): histogram[n] for n in sorted(histogram)},
+        "mean_acceptance_length": accepted["tau"],
+        "mean_acceptance_length_looping": accepted["tau_looping"],
+        "mean_acceptance_length_other": accepted["tau_other"],
+        "looping": accepted["looping"],
+        "histogram": accepted["histogram"],
         "plain_step_ms": step_ms(plain),
         "cycle_ms": step_ms(fast),
         "cycle_cost_in_plain_steps": cost,
@@ -175,7 +160,11 @@ def main(argv: list[str]) -> None:
             "command": ["python", "scripts/demo.py", *sys.argv[1:]],
             **environment(),
             "dtype": np.dtype(target.model.dtype).name,
-            **summarize(timed(target, None, rows), timed(target, drafter, rows)),
+            **summarize(
+                timed(target, None, rows),
+                timed(target, drafter, rows),
+                _BLOCK.value or drafter.config.block_size,
+            ),
         }
         if _OUTPUT.value:
             Path(_OUTPUT.value).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

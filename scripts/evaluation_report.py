@@ -13,7 +13,7 @@ from typing import Any
 NAMES = {"sharegpt": "ShareGPT", "humaneval": "HumanEval", "word_problems": "word problems"}
 WAYS = {
     "eager": "Transformers, `generate`",
-    "compiled": "Transformers, static cache and compiled",
+    "compiled": "Transformers, static cache (on a GPU: compiled)",
     "lookup": "Transformers, prompt lookup",
 }
 # Sets in one colour each; darker for the first, as in the tables.
@@ -29,9 +29,14 @@ def device_name(result: dict[str, Any]) -> str:
 
 
 def cells_of(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cells of all files, each with the `machine` that it was measured on."""
+    """Cells of all files, each with the `machine` and what else decides whether it compares."""
     return [
-        {**cell, "machine": device_name(result)}
+        {
+            **cell,
+            "machine": device_name(result),
+            "prompts_sha256": cell["settings"]["prompts_sha256"],
+            "max_new_tokens": result["run"]["max_new_tokens"],
+        }
         for result in results
         for cell in result["cells"].values()
     ]
@@ -130,18 +135,16 @@ def policy_table(cells: Sequence[dict[str, Any]]) -> list[str]:
 def transformers_table(
     cells: Sequence[dict[str, Any]], lookups: Iterable[dict[str, Any]]
 ) -> list[str]:
-    """Tokens a second at batch 1 beside ours on the same device, set and temperature."""
+    """Tokens a second at batch 1, beside ours on the same device with the same prompts."""
     lines = []
     for lookup in lookups:
         machine, name, temperature = device_name(lookup), lookup["set"], lookup["temperature"]
         ways = lookup["ways"].items()
         rows = [[WAYS[way], f"{numbers['tokens_per_second']:.0f}"] for way, numbers in ways]
+        same = ("set", "temperature", "batch_size", "max_new_tokens", "prompts_sha256")
         ours = fastest_cell(
-            find(cells, draft_policy="argmax"),
-            set=name,
-            temperature=temperature,
-            batch_size=1,
-            machine=machine,
+            find(cells, draft_policy="argmax", machine=machine),
+            **{field: lookup[field] for field in same},
         )
         if ours is not None:
             rates = [ours[way]["tokens_per_second"]["median"] for way in ("plain", "speculative")]
@@ -198,7 +201,7 @@ def evaluation_figure(results: Sequence[dict[str, Any]], path: Path) -> None:
     timed = find(cells, temperature=0.0, batch_size=1)
     machines, sets = _machines(timed), _ordered(cells, "set")
     figure, axes = plt.subplots(
-        1, 2 if machines else 1, figsize=(9 if machines else 5, 3.2), squeeze=False
+        1, 2 if machines else 1, figsize=(10 if machines else 5, 3.2), squeeze=False
     )
     left = axes[0, 0]
     for name in sets:
@@ -228,7 +231,7 @@ def evaluation_figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         right.invert_yaxis()
         right.margins(x=0.15)
         right.set_title("speedup, greedy, batch 1")
-        right.legend(frameon=False, fontsize="small")
+        right.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

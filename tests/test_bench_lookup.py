@@ -1,6 +1,8 @@
 """scripts/bench_lookup.py: Transformers on our own target's weights gives our own ids."""
 
+import dataclasses
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,27 +10,38 @@ from absl import flags
 from rich.console import Console
 
 from dflash_jax.generation import generate_ids
+from dflash_jax.target import Target
 from scripts import bench_lookup as command
+from tests.rigs import tiny_target
 from tests.test_evaluate_drafter import tiny_set
 from tests.text_rigs import text_target
 
 NEW = 24
 
 
+@cache
+def target(model_type: str) -> Target:
+    same = text_target()
+    return dataclasses.replace(
+        tiny_target(model_type), tokenizer=same.tokenizer, stop_token_ids=same.stop_token_ids
+    )
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch) -> None:
-    monkeypatch.setattr(command, "load_target", lambda name, dtype: text_target())
+    monkeypatch.setattr(command, "load_target", lambda name, dtype: target(name))
     monkeypatch.setattr(command, "held_out_set", lambda name, chat: tiny_set(name, chat, 0.04))
 
 
 def benchmark(*arguments: str) -> dict:
     values = flags.FlagValues()
     command.define_flags(values)
-    values(["bench_lookup", "--target=tiny", f"--max_new_tokens={NEW}", *arguments])
+    values(["bench_lookup", "--target=qwen3", f"--max_new_tokens={NEW}", *arguments])
     return command.benchmark(values, list(arguments), Console(quiet=True))
 
 
-def test_every_way_gives_our_ids(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_every_way_gives_our_ids(tmp_path: Path, monkeypatch, model_type: str) -> None:
     answers = []
     original = command.measure
 
@@ -39,10 +52,10 @@ def test_every_way_gives_our_ids(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(command, "measure", recorded)
     path = tmp_path / "out.json"
-    result = benchmark(f"--output={path}", "--dtype=float32")
+    result = benchmark(f"--target={model_type}", f"--output={path}", "--dtype=float32")
     assert json.loads(path.read_text()) == result
     prompts = tiny_set("humaneval", None, 0.04).prompt_ids
-    ours = generate_ids(text_target(), None, prompts, max_new_tokens=NEW).token_ids
+    ours = generate_ids(target(model_type), None, prompts, max_new_tokens=NEW).token_ids
     assert answers == [ours] * 3
     assert list(result["ways"]) == ["eager", "lookup", "compiled"]
     for numbers in result["ways"].values():

@@ -25,7 +25,7 @@ def cell(
         "batch_size": batch,
         "block_size": block,
         "draft_policy": policy,
-        "settings": {"prompts": 50 if batch is None else 8},
+        "settings": {"prompts": 50 if batch is None else 8, "prompts_sha256": "abc"},
         "acceptance": {
             "prompts": 50 if batch is None else 8,
             "looping": 7,
@@ -71,6 +71,9 @@ LOOKUP = {
     "hardware": {"backend": "gpu", "device": "NVIDIA H200"},
     "set": "humaneval",
     "temperature": 0.0,
+    "batch_size": 1,
+    "max_new_tokens": 512,
+    "prompts_sha256": "abc",
     "ways": {"eager": {"tokens_per_second": 40.4}, "lookup": {"tokens_per_second": 61.2}},
 }
 
@@ -106,9 +109,10 @@ def test_only_some_measured() -> None:
     assert "| held-out set | T | tau | with answers that loop |" in lines
     assert "| word problems | 0 | 2.00 | 2.50 (7 of 50 loop) |" in lines
     assert not any("speedup," in line or "coupled" in line for line in lines)
-    # Another machine's numbers are not put beside Transformers'.
-    cpu = evaluation_block([CPU], [LOOKUP], "x").splitlines()
-    assert cpu[-1] == "| Transformers, prompt lookup | 61 |"
+    # Numbers of another machine or of other prompts are not put beside Transformers'.
+    for results, lookup in (([CPU], LOOKUP), ([GPU], {**LOOKUP, "prompts_sha256": "def"})):
+        lines = evaluation_block(results, [lookup], "x").splitlines()
+        assert lines[-1] == "| Transformers, prompt lookup | 61 |"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from train.conversations import (
     select,
 )
 from train.heldout import HELD_OUT_FRACTION, SETS, HeldOutSet, held_out_set, humaneval_texts
+from train.prompts.avoid import runs_of_words
 from train.word_problems import FORMS, word_problems
 
 
@@ -87,14 +88,9 @@ def test_nothing_is_on_the_training_side(chat, training_side) -> None:
 
 def test_humaneval_and_word_problems_share_no_13_words_with_training(training_side) -> None:
     """The usual measure of contamination (GPT-3, arXiv 2005.14165, appendix C)."""
-
-    def runs(text: str) -> set[tuple[str, ...]]:
-        words = re.findall(r"\w+", text.lower())
-        return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
-
     texts = [text for _, text in humaneval_texts()] + [p.text for p in word_problems()]
-    asked = set().union(*map(runs, texts))
-    shared = [text for text in training_side if runs(text) & asked]
+    asked = set().union(*map(runs_of_words, texts))
+    shared = [text for text in training_side if runs_of_words(text) & asked]
     assert not shared
 
 

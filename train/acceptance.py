@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.generation import GenerationOutput
-from train.evaluate import is_looping
+from train.repetition import is_looping
 
 _RESAMPLES = 1000
 

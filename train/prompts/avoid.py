@@ -20,7 +20,7 @@ class Avoid:
     """Knows names of functions and runs of words; `reason` says what a text shares with them.
 
     Args:
-      problems: HumanEval's, with `prompt` and `entry_point`.
+      problems: `heldout.humaneval_problems()`, with `prompt` and `entry_point`.
       texts: held-out prompts.
     """
 
