@@ -316,7 +316,8 @@ def as_proposer(
         )
     if size == 1:
         return None, None
-    return DFlashProposer(drafter.model, size, draft_policy == "coupled"), drafter.params
+    proposer = DFlashProposer(drafter.model, size, max(size, trained), draft_policy == "coupled")
+    return proposer, drafter.params
 
 
 def generate_ids(
@@ -332,7 +333,8 @@ def generate_ids(
       prompts: id lists, not empty.
       sampling, max_new_tokens, stop_token_ids: one value or one a prompt. `stop_token_ids=None`
         means the ids stated in the target's files. A row ends at the context limit at the latest.
-      block_size: at most the trained one to be useful; None = the trained one.
+      block_size: slots a cycle verifies, at most the trained block to be useful; None = that. The
+        draft pass has the slots of the trained block all the same.
       draft_policy: "argmax" (published) or "coupled".
       logprobs: also return the target's log-probabilities.
       prefill_chunk: prompt tokens a pass; None = by backend.

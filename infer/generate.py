@@ -43,7 +43,7 @@ def generate(
       sampling, max_new_tokens, stop_token_ids: one value, or one a prompt. `stop_token_ids=None`
         means the ids stated in the target's own files, `()` none. A row ends at the target's
         context limit at the latest.
-      block_size: slots a cycle, the anchor included; None = the drafter's own, 1 = plain.
+      block_size: slots a cycle verifies, the anchor included; None = the drafter's own, 1 = plain.
       draft_policy: "argmax" (published) or "coupled" (drafts take the target's noise at T > 0).
       logprobs: also return the target's log-probability of each token.
       enable_thinking: passed to the chat template.
