@@ -63,7 +63,8 @@ def start_pair(workdir: Path) -> list[subprocess.Popen[str]]:
 
 def finish(*processes: subprocess.Popen[str]) -> list[str]:
     outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
     return outputs
 
 
