@@ -20,6 +20,7 @@ def base() -> ConfigDict:
             "mask_token_id": -1,
             "warm_start": "",
             "init": "target",
+            "features": True,
             "dtype": "auto",
         }
     )
@@ -84,5 +85,7 @@ def base() -> ConfigDict:
         }
     )
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
-    config.eval = ConfigDict({"num_rows": 256, "num_prompts": 32, "max_new_tokens": 256})
+    config.eval = ConfigDict(
+        {"num_rows": 256, "num_prompts": 32, "max_new_tokens": 256, "block_sizes": ()}
+    )
     return config

@@ -213,6 +213,12 @@ class Drafter:
     model: DFlashDrafter
     params: Params
 
+    def resized(self, block_size: int) -> Drafter:
+        """The same weights as a drafter of blocks of `block_size` slots, for which they were not
+        trained."""
+        config = dataclasses.replace(self.config, block_size=block_size)
+        return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
+
 
 def init_drafter(
     target: Target,

@@ -47,6 +47,7 @@ SMALL: dict[str, Any] = {
     "eval.num_rows": 8,
     "eval.num_prompts": 4,
     "eval.max_new_tokens": 12,
+    "eval.block_sizes": (2, 6),
 }
 
 
@@ -111,8 +112,25 @@ def test_evaluations_and_files(run: Summary) -> None:
     assert 1 <= row["acceptance"] <= 4
     assert 1 <= row["decode_acceptance"] <= 4
     assert row["decode_prompts"] == 4
+    for size in (2, 6):  # one smaller and one larger than what it was trained with
+        assert 1 <= row[f"decode_block_{size}"]["acceptance"] <= size
     assert sorted(p.name for p in (run.workdir / "checkpoints").iterdir()) == ["20", "30"]
     assert list((run.workdir / "tensorboard").glob("events*"))
+
+
+def test_without_features_the_drafter_sees_none(tmp_path: Path, models: setup.Models) -> None:
+    settings = small(drafter__features=False, train__steps=3, eval__block_sizes=())
+    summary = train(settings, tmp_path, quiet())
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        drafter = dataclasses.replace(checkpoints.restore_drafter(), model=models.model)
+    assert not jnp.any(drafter.params["fc"]["kernel"])  # so it decodes as it was trained
+    assert summary.evaluation["decode_acceptance"] >= 1
+    anchor = jnp.array([5]), jnp.array([3])
+    logits = []
+    for tokens in (range(1, 9), range(11, 19)):
+        features = target_forward(models.target, [list(tokens)], models.config.target_layer_ids)[1]
+        logits.append(draft_logits(models.target, drafter, features, *anchor))
+    chex.assert_trees_all_equal(*logits)
 
 
 def test_run_again_it_is_finished(run: Summary) -> None:

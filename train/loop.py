@@ -226,6 +226,10 @@ class _Run:
             limit = self.settings.eval.max_new_tokens
             decoded = decode_prompts(target, drafter, prompts, limit)
             row |= {f"decode_{k}": v for k, v in dataclasses.asdict(decoded).items()}
+            for size in self.settings.eval.block_sizes:
+                resized = drafter.resized(size)
+                decoded = decode_prompts(target, resized, prompts, limit)
+                row[f"decode_block_{size}"] = dataclasses.asdict(decoded)
         metrics.evaluation(step, row)
 
 

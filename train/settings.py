@@ -66,6 +66,7 @@ class DrafterSettings:
       warm_start: folder or hub id of a published drafter to go on from; "" = a fresh one.
       init: of a fresh one: "target", layers copied from the target (dflash_jax/drafter_init.py), or
         "random".
+      features: False trains without the target's hidden states, zeros in their place: an ablation.
       dtype: of the computation; parameters and their optimizer state are float32.
     """
 
@@ -76,6 +77,7 @@ class DrafterSettings:
     mask_token_id: int = _field(minimum=-1)
     warm_start: str
     init: str = _field(choices=("random", "target"))
+    features: bool
     dtype: str = _field(choices=("auto", "float32", "bfloat16"))
 
 
@@ -223,11 +225,13 @@ class EvalSettings:
       num_rows: rows for the teacher-forced numbers.
       num_prompts: of these, prompts decoded for real; 0 = none.
       max_new_tokens: of a real decode.
+      block_sizes: real decodes also with these, as if the drafter had been trained with them.
     """
 
     num_rows: int = _field(minimum=1)
     num_prompts: int = _field(minimum=0)
     max_new_tokens: int = _field(minimum=1)
+    block_sizes: tuple[int, ...] = _field(minimum=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

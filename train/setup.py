@@ -42,6 +42,8 @@ class Models:
       model: the drafter's module; computes in `drafter.dtype`.
       warm_params: parameters to go on from, or None for fresh ones.
       init: how fresh ones are made (`init_drafter`).
+      features: False: the projection of the features starts as zeros and, its input being zero in
+        training, stays so; decoding then needs no other code.
     """
 
     target: Target
@@ -49,15 +51,22 @@ class Models:
     model: DFlashDrafter
     warm_params: Params | None
     init: str
+    features: bool = True
 
     def initial_params(self, seed: int) -> tuple[Callable[..., Params], tuple[Any, ...]]:
         """A traceable function and its arguments: the float32 parameters to start from."""
+
+        def finish(params: Params) -> Params:
+            if self.features:
+                return params
+            return {**params, "fc": jax.tree.map(jnp.zeros_like, params["fc"])}
+
         if self.warm_params is not None:
-            return (lambda params: params), (self.warm_params,)
+            return finish, (self.warm_params,)
 
         def make(target_params: Params) -> Params:
             target = dataclasses.replace(self.target, params=target_params)
-            return init_drafter(target, self.config, seed, init=self.init).params
+            return finish(init_drafter(target, self.config, seed, init=self.init).params)
 
         return make, (self.target.params,)  # an argument: constants would be compiled in
 
@@ -107,7 +116,8 @@ def build_models(settings: Settings, mesh: Mesh) -> Models:
         check_fits(config, target, settings.source)
         if s.init == "target":
             check_copyable(config, target.config, settings.target.path)
-    return Models(target, config, DFlashDrafter(config, dtype), warm_params, s.init)
+    model = DFlashDrafter(config, dtype)
+    return Models(target, config, model, warm_params, s.init, s.features)
 
 
 def _check_warm_start(settings: Settings, config: DrafterConfig) -> None:
@@ -164,6 +174,7 @@ def build_objective(settings: Settings, models: Models) -> Objective:
         ),
         num_anchors=train.num_anchors,
         anchors=train.anchors,
+        features=models.features,
         attention=attention,
         target_attention=target_attention,
     )

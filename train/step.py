@@ -51,6 +51,7 @@ class Objective:
       attention: implementation of the drafter's attention.
       target_attention: of the target's.
       anchors: where blocks start: "random" or "uniform" (train/anchors.py).
+      features: False: the drafter sees zeros in place of the target's features.
     """
 
     target: TargetModel
@@ -60,6 +61,7 @@ class Objective:
     attention: str
     target_attention: str
     anchors: str = "random"
+    features: bool = True
 
     def __call__(
         self, params: Params, target_params: Params, batch: Batch, key: jax.Array, mesh: Mesh
@@ -76,6 +78,8 @@ class Objective:
         hidden_BTD, features_BTM, _ = self.target.apply(
             frozen, tokens_BT, layer_ids=c.target_layer_ids, attention=self.target_attention
         )
+        if not self.features:
+            features_BTM = jnp.zeros_like(features_BTM)
         features_BTM = jax.lax.with_sharding_constraint(features_BTM, batch_sharding(mesh))
         draw: Any = sample_anchors
         if self.anchors == "uniform":
