@@ -34,7 +34,7 @@ def attend(
             "bksh,btkgh->bkgts", k_BKSH, q_BTKGH, preferred_element_type=jnp.float32
         )
         probs = masked_softmax(scores, mask).astype(v_BKSH.dtype)
-        return jnp.einsum("bkgts,bksh->btkgh", probs, v_BKSH)
+        return jnp.einsum("bkgts,bksh->btkgh", probs, v_BKSH).astype(q_BTKGH.dtype)
 
     def few_on_cpu(q_BTKGH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array) -> jax.Array:
         return _attend_few(q_BTKGH, k_BKSH, v_BKSH, mask)
@@ -43,7 +43,7 @@ def attend(
         out = plain(q_BTKGH, k_BKSH, v_BKSH)
     else:
         out = jax.lax.platform_dependent(q_BTKGH, k_BKSH, v_BKSH, cpu=few_on_cpu, default=plain)
-    return out.astype(q_BTKGH.dtype)
+    return out
 
 
 def _attend_few(
@@ -69,7 +69,8 @@ def _attend_few(
     else:
         out = jnp.einsum("bkns,bksh->bknh", probs, v_BKSH)
         out = jax.lax.optimization_barrier(out)
-    return out.reshape(batch, kv_heads, groups, length, head_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(batch, kv_heads, groups, length, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.astype(q_BKNH.dtype)
 
 
 def why_not_cudnn(device: jax.Device, dtype: Any, head_dim: int) -> str | None:
