@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.layers import FEW_ROWS
-
+# Up to so many queries, or rows of a product, XLA's CPU backend is faster in forms of its own.
+FEW_ROWS = 64
 # Large and finite: a row without any visible key stays finite and is then zeroed.
 MASKED = -1e30
 

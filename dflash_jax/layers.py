@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.attention import FEW_ROWS
+
 Dtype = Any
 INIT = nn.initializers.normal(0.02)
-FEW_ROWS = 64
 
 
 def apply(model: nn.Module, params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention import attend, masked_softmax
-from dflash_jax.layers import FEW_ROWS
+from dflash_jax.attention import FEW_ROWS, attend, masked_softmax
 
 SLOTS, KV_HEADS, GROUPS, HEAD_DIM = 24, 2, 3, 8
 
@@ -31,9 +30,7 @@ def reference(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("queries", "batch"), [(1, 1), (1, 3), (2, 1), (8, 3), (FEW_ROWS + 1, 1)]
-)
+@pytest.mark.parametrize(("queries", "batch"), [(1, 1), (1, 3), (2, 1), (8, 3), (FEW_ROWS + 1, 1)])
 def test_every_form_is_the_same_attention(queries: int, batch: int, dtype: str) -> None:
     values = inputs(queries, batch, dtype)
     out = jax.jit(attend)(*values)
