@@ -5,8 +5,7 @@
 Both files of `runs/demo` come from scripts/regenerate.py. Everything is cut down to what two CPU
 cores can do in a few minutes: few prompts, short answers, one layer, blocks of 4.
 
-Hardware: 2 CPU cores. Expected: about docs/results/demo_cpu.json, which is of 40 steps and
-drafter.init=random.
+Hardware: 2 CPU cores. Expected: about docs/results/demo_cpu.json.
 """
 
 from ml_collections import ConfigDict
