@@ -247,6 +247,10 @@ def _line(cell: Cell, numbers: dict[str, Any]) -> str:
             f"{compared['cycle_cost_in_steps']:.2f} plain steps), "
             f"identical {same['rows'] - same['different']} of {same['rows']}"
         )
+        if same.get("margins"):
+            text += (
+                f", the others part at log-probabilities {max(same['margins']):.3f} apart or less"
+            )
     return text
 
 

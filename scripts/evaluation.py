@@ -15,7 +15,13 @@ from dflash_jax.errors import DFlashError
 from dflash_jax.generation import GenerationOutput, Request, make_request
 from dflash_jax.refill import Job, generate_many
 from dflash_jax.target import Target
-from infer.comparison import compare, count_identical, fill_batches, summarize
+from infer.comparison import (
+    compare,
+    count_identical,
+    fill_batches,
+    margins_where_parted,
+    summarize,
+)
 from infer.timing import TimedRun, cycle_weight_bytes, step_weight_bytes, timed_run, warm_up
 from train.acceptance import summarize_acceptance
 from train.heldout import HeldOutSet
@@ -190,17 +196,37 @@ def measure_speed(
                     advance(1)
         plain = summarize(runs[0], step_weight_bytes(target, rows), bandwidth)
         count = len(evaluation.sets[name].ids)
-        for cell, taken in zip(group, runs[1:], strict=True):
+        for cell, requests, taken in zip(group, ways[1:], runs[1:], strict=True):
             weights = cycle_weight_bytes(target, drafter, rows * cell.block_size)
             speculative = summarize(taken, weights, bandwidth)
             outputs = [run.output.row(i) for run in taken[0] for i in range(rows)]
+            identical = count_identical(runs[0][0], taken[0])
+            if identical["different"] and not cell.temperature:
+                identical["margins"] = margins_where_parted(
+                    *_parted(ways[0], requests, runs[0][0], taken[0])
+                )
             yield (
                 cell,
                 {
                     "plain": plain,
                     "speculative": speculative,
                     "comparison": compare(plain, speculative),
-                    "identical": count_identical(runs[0][0], taken[0]),
+                    "identical": identical,
                     "acceptance": summarize_acceptance(outputs[:count], cell.block_size),
                 },
             )
+
+
+def _parted(
+    plain: Sequence[Request],
+    speculative: Sequence[Request],
+    plain_runs: Sequence[TimedRun],
+    speculative_runs: Sequence[TimedRun],
+) -> tuple[list[Request], list[Request]]:
+    """The batches with a row that parts."""
+    found = [
+        (a, b)
+        for a, b, one, other in zip(plain, speculative, plain_runs, speculative_runs, strict=True)
+        if one.output.token_ids != other.output.token_ids
+    ]
+    return [a for a, _ in found], [b for _, b in found]

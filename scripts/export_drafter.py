@@ -1,6 +1,7 @@
 """Exports the newest checkpoint of a run in the published layout: config.json, model.safetensors.
 
-    python scripts/export_drafter.py --workdir=DIR --out=DIR [--dtype=bfloat16]
+    python scripts/export_drafter.py --workdir=DIR --out=DIR [--dtype=bfloat16] \\
+        [--max_shard_size=15MB]
 
 The target is not needed: the checkpoint holds the drafter's own config. The files are read by
 `dflash_jax.load_drafter`, vLLM, SGLang and tpu-inference.
@@ -18,8 +19,15 @@ from dflash_jax.loading import export_drafter
 from train.checkpoint import Checkpoints
 
 
-def export(workdir: str | Path, out: str | Path, dtype: str = "bfloat16") -> tuple[Path, int]:
+def export(
+    workdir: str | Path,
+    out: str | Path,
+    dtype: str = "bfloat16",
+    max_shard_size: str | None = None,
+) -> tuple[Path, int]:
     """Writes the newest checkpoint of `workdir` to `out`; returns the folder and the step.
+
+    `max_shard_size`: as in `dflash_jax.export_drafter`.
 
     Raises:
       FileNotFoundError: there is no complete checkpoint.
@@ -28,7 +36,8 @@ def export(workdir: str | Path, out: str | Path, dtype: str = "bfloat16") -> tup
         step, drafter = checkpoints.latest_step, checkpoints.restore_drafter()
     assert step is not None  # restored from it
     params = jax.tree.map(lambda p: p.astype(dtype), drafter.params)
-    return export_drafter(dataclasses.replace(drafter, params=params), out), step
+    exported = dataclasses.replace(drafter, params=params)
+    return export_drafter(exported, out, max_shard_size=max_shard_size), step
 
 
 def main() -> None:
@@ -36,10 +45,13 @@ def main() -> None:
     parser.add_argument("--workdir", required=True, help="the run's workdir")
     parser.add_argument("--out", required=True, help="folder to write, made where it is missing")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--max_shard_size", help="split larger weights into files with an index, e.g. 15MB"
+    )
     options = parser.parse_args()
     logging.set_verbosity(logging.WARNING)
     try:
-        out, step = export(options.workdir, options.out, options.dtype)
+        out, step = export(options.workdir, options.out, options.dtype, options.max_shard_size)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"step {step} of {options.workdir} -> {out} ({options.dtype})")

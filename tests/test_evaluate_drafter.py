@@ -10,7 +10,8 @@ from absl import flags
 from rich.console import Console
 
 from dflash_jax.errors import DFlashError
-from dflash_jax.generation import SamplingParams, generate_ids
+from dflash_jax.generation import Request, SamplingParams, generate_ids
+from infer.timing import TimedRun, timed_run
 from scripts import evaluate_drafter as command
 from scripts import evaluation
 from tests.rigs import tiny_drafter
@@ -172,6 +173,29 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch) -> None:
     path.write_text("[]")
     with pytest.raises(DFlashError, match=r"out\.json: not a file of this command"):
         evaluate(*arguments)
+
+
+def test_rows_that_part_have_their_margins(monkeypatch) -> None:
+    """Only the batches with such a row run again; sampled rows have no margin to speak of."""
+    asked = []
+
+    def margins(plain: list[Request], speculative: list[Request]) -> list[float]:
+        asked.append([[len(request.prompt_length_B) for request in (*plain, *speculative)]])
+        assert plain[0].spec.proposer is None
+        assert speculative[0].spec.proposer is not None
+        return [0.25]
+
+    def run(request: Request) -> TimedRun:
+        taken = timed_run(request)
+        if request.spec.proposer is not None and request.prompt_length_B[0] == 17:
+            taken.output.token_ids[0][-1] += 1
+        return taken
+
+    monkeypatch.setattr(evaluation, "timed_run", run)
+    monkeypatch.setattr(evaluation, "margins_where_parted", margins)
+    with pytest.raises(DFlashError, match="2 rows differ"):
+        evaluate("--sets=humaneval", "--batch_sizes=1")
+    assert asked == [[[1, 1]]]
 
 
 def test_different_ids_in_float32_are_an_error(monkeypatch) -> None:
