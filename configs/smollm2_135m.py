@@ -1,12 +1,12 @@
 """The drafter that comes with the package, for SmolLM2-135M-Instruct.
 
-    python scripts/make_prompts.py --out=data/prompts --count=2500
-    python scripts/regenerate.py --target=smollm2-135m-instruct --prompts=sharegpt \\
-        --on_truncation=keep --held_out_fraction=0.04 --max_prompt_tokens=255 --batch_size=640 \\
-        --out=data/first_greedy.jsonl
-    (again with --temperature=0.8, and for data/prompts/*.jsonl)
-    python -m train.main --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m \\
-        --config.data.train="('data/first_greedy.jsonl', ...)" --config.data.held_out_fraction=0.05
+    bash scripts/ship_drafter.sh runs/smollm2_135m
+
+does it all: prompts, the target's answers to them (greedy, at temperatures 0.8 and 1), training with this
+config, export, results. Training alone:
+
+    python -m train.main --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m/train \
+        --config.data.train="('answers_greedy.npz', ...)" --config.data.held_out_fraction=0.05
 
 Prompts whose hash is below 0.04 are the held-out sets (train/heldout.py) and never answered for
 training; those from 0.04 to 0.05 are for validation. Id 16 (`<empty_output>`) is the mask.

@@ -10,6 +10,7 @@ import pytest
 
 from tests.text_rigs import END, small_tokenizer
 from train.chat import ChatFormat
+from train.conversations import is_held_out
 from train.data import load_samples
 from train.packed import PackedFileError, is_packed, pack, read_packed
 
@@ -55,6 +56,21 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     source = write(tmp_path / "rows.jsonl", answers())
     pack([source], tmp_path / "rows.npz", CHAT)
     return source, tmp_path / "rows.npz"
+
+
+def test_sides_of_the_split(tmp_path: Path) -> None:
+    """A file of each side; together all rows, and training on both finds no common prompt."""
+    source, split = write(tmp_path / "rows.jsonl", answers()), []
+    for held_out in (False, True):
+        pack([source], tmp_path / f"{held_out}.npz", CHAT, 0.4, held_out)
+        split.append(read_packed(tmp_path / f"{held_out}.npz"))
+        assert {is_held_out(row["split_key"], 0.4) for row in split[-1].rows()} == {held_out}
+    assert sorted(split[0].record_ids + split[1].record_ids) == sorted(
+        row["id"] for row in answers()
+    )
+    with pytest.raises(PackedFileError, match=r"no rows to pack \(held out, .* 1e-09\)"):
+        pack([source], tmp_path / "none.npz", CHAT, 1e-9, True)
+    assert not (tmp_path / "none.npz").exists()
 
 
 @pytest.mark.parametrize("top", [109, 70_000])

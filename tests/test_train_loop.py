@@ -28,6 +28,7 @@ from train.checkpoint import Checkpoints
 from train.loop import Summary, train
 from train.metrics import NonFiniteError, keep_rows, read_rows
 from train.optimizer import make_optimizer, make_schedule
+from train.packed import pack
 from train.repetition import is_looping
 from train.settings import Settings
 from train.state import TrainState, create_state
@@ -144,6 +145,24 @@ def test_run_again_it_is_finished(run: Summary) -> None:
     assert "acceptance, decoded" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_rows_to_evaluate_on_may_come_from_a_file(
+    run: Summary, models: setup.Models, tmp_path: Path
+) -> None:
+    """The held-out side stays out of training all the same."""
+    (path,) = (run.workdir / "data").glob("*.jsonl")
+    pack([path], tmp_path / "eval.npz", None, 0.1, True)
+    files = {"synthetic__rows": 0, "data__train": (str(path),)}
+    files["data__regenerated_by"] = models.target.name
+    one, other = (
+        setup.build_rows(small(**files, **more), models.target, 1, tmp_path)
+        for more in ({}, {"data__eval": (str(tmp_path / "eval.npz"),)})
+    )
+    assert one.train.checksum() == other.train.checksum()
+    assert one.held_out is not None
+    assert other.held_out is not None
+    assert one.held_out.checksum() == other.held_out.checksum()
+
+
 def test_decoding_accepts_what_teacher_forcing_predicts(
     run: Summary, models: setup.Models, trained: Drafter
 ) -> None:
@@ -178,7 +197,8 @@ def test_export_and_reload(
     loaded = load_drafter(folder, models.target, "float32")
     assert loaded.config == trained.config
     chex.assert_trees_all_equal(loaded.params, trained.params)
-    folder, _ = export(run.workdir, tmp_path / "half")
+    folder, _ = export(run.workdir, tmp_path / "half", max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
     half = load_drafter(folder, models.target, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
 

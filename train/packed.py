@@ -30,7 +30,13 @@ from typing import Any
 import numpy as np
 
 from train.chat import ChatFormat
-from train.conversations import ConversationFileError, first_user_text, read_rows, split_key
+from train.conversations import (
+    ConversationFileError,
+    first_user_text,
+    is_held_out,
+    read_rows,
+    split_key,
+)
 
 FORM = "dflash-jax answers 1"
 _SETTINGS: dict[str, Any] = {  # with the value of rows that do not state it
@@ -148,7 +154,11 @@ def _problem(meta: Any, record_ids: Any, arrays: dict[str, np.ndarray]) -> str |
 
 
 def pack(
-    files: Iterable[str | Path], out: str | Path, chat: ChatFormat | None = None
+    files: Iterable[str | Path],
+    out: str | Path,
+    chat: ChatFormat | None = None,
+    held_out_fraction: float = 0.0,
+    held_out: bool = False,
 ) -> tuple[int, int]:
     """Writes the regenerated rows of JSONL files, in order, as one packed file.
 
@@ -156,13 +166,14 @@ def pack(
       out: written whole or not at all.
       chat: renders each row's messages to verify its prompt, and leaves its fingerprint in the
         file; None: unverified.
+      held_out_fraction, held_out: which side of that split of the prompts to take.
 
     Returns:
       Rows, and response tokens.
 
     Raises:
-      PackedFileError: a row that is not regenerated, of another target than the first one's, or
-        rendered by another template than `chat`'s, with file and row.
+      PackedFileError: no row at all; or a row that is not regenerated, of another target than the
+        first one's, or rendered by another template than `chat`'s, with file and row.
     """
     ids: list[np.ndarray] = []
     columns: dict[str, list[Any]] = {n: [] for n in _TYPES if n not in ("ids", "meta")}
@@ -175,6 +186,9 @@ def pack(
             target = row["target"] if target is None else target
             if row["target"] != target:
                 raise PackedFileError(f"{where}: target {row['target']!r}, before it {target!r}")
+            key = split_key(split_text(row))
+            if is_held_out(key, held_out_fraction) != held_out:
+                continue
             chosen = {name: row.get(name, off) for name, off in _SETTINGS.items()}
             if chosen not in settings:
                 settings.append(chosen)
@@ -186,9 +200,10 @@ def pack(
             columns["stopped"].append(row["finish_reason"] == "stop")
             columns["seeds"].append(row.get("seed", 0))
             columns["settings"].append(settings.index(chosen))
-            columns["split_keys"].append(_split_key(row))
-    if target is None:
-        raise PackedFileError("no rows to pack")
+            columns["split_keys"].append(key)
+    if not ids:
+        side = "held out" if held_out else "to train on"
+        raise PackedFileError(f"no rows to pack ({side}, held_out_fraction {held_out_fraction})")
     flat = np.concatenate(ids)
     template = None if chat is None else chat.fingerprint()
     meta = {"form": FORM, "target": target, "settings": settings, "template": template}
@@ -227,10 +242,6 @@ def _check_row(row: Any, where: str, chat: ChatFormat | None) -> None:
                 f"{len(expected)} (or others): another chat template or thinking mode "
                 f"(enable_thinking={chat.enable_thinking})"
             )
-
-
-def _split_key(row: dict[str, Any]) -> int:
-    return split_key(split_text(row))
 
 
 def split_text(row: dict[str, Any]) -> str | bytes:

@@ -88,7 +88,7 @@ class DataSettings:
     Attributes:
       train: files or aliases of conversations or regenerated rows (train/data.py), packed or not.
       eval: files to evaluate on, without a prompt of `train`; () = the held-out part of `train`.
-      held_out_fraction: share of the prompts of `train` kept for evaluation.
+      held_out_fraction: share of the prompts of `train` that is not trained on.
       max_length: tokens a row; longer ones are cut.
       batch_size: rows a step, over all hosts and devices.
       enable_thinking: for the chat template; None = the template's default.

@@ -235,7 +235,7 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
         )
         return store, f"{side}: {report}"
 
-    fraction = 0.0 if data.eval else data.held_out_fraction
+    fraction = data.held_out_fraction
     train, train_report = load(files, "train", fraction, data.limit)
     if data.eval:
         held_out, report = load(list(data.eval), "eval", 0.0, settings.eval.num_rows)
