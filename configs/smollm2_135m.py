@@ -2,8 +2,8 @@
 
     bash scripts/ship_drafter.sh runs/smollm2_135m
 
-does it all: prompts, the target's answers to them (greedy, at temperatures 0.8 and 1), training with this
-config, export, results. Training alone:
+does it all: prompts, the target's answers to them (greedy, at temperatures 0.8 and 1), training
+with this config, export, results. Training alone:
 
     python -m train.main --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m/train \
         --config.data.train="('answers_greedy.npz', ...)" --config.data.held_out_fraction=0.05
