@@ -186,6 +186,8 @@ class _Run:
                 self.checkpoints.save(step, state, batches.get_state(), self.meta)
             if evaluates:
                 self.evaluate(step, state, metrics)
+            if saves:  # written before the next step: a kill costs one interval at most
+                self.checkpoints.wait()
 
     def _log(self, pending: _Pending, metrics: Metrics) -> None:
         numbers: StepMetrics = jax.device_get(pending.numbers)
