@@ -26,10 +26,9 @@ from scripts.export_drafter import export
 from train import setup
 from train.checkpoint import Checkpoints
 from train.loop import Summary, train
-from train.metrics import NonFiniteError, keep_rows, read_rows
+from train.metrics import NonFiniteError, read_rows
 from train.optimizer import make_optimizer, make_schedule
 from train.packed import pack
-from train.repetition import is_looping
 from train.settings import Settings
 from train.state import TrainState, create_state
 from train.step import anchor_hash, make_eval_step, make_train_step
@@ -418,37 +417,6 @@ def test_anchor_hash_adds_up_over_rows_in_any_order() -> None:
     assert parts[0] + parts[1] == whole
     assert anchor_hash(ids, anchors.at[0, 0].set(2), valid) != whole
     assert anchor_hash(ids, anchors.at[2, 1].set(9), valid) == whole  # it is not valid
-
-
-@pytest.mark.parametrize(
-    ("tokens", "looping"),
-    [
-        ([5, 6, 7] * 3, True),
-        ([1, 2, 3, 4, *([5, 6, 7] * 3)], True),
-        ([*([5, 6, 7] * 3), 8], False),
-        ([5, 6, 7] * 2, False),
-        ([*range(10), 4, 4, 4], True),
-        (list(range(32)) * 3, True),
-        (list(range(33)) * 3, False),
-        ([4, 4], False),
-        ([], False),
-    ],
-)
-def test_loops_are_found(tokens: list[int], looping: bool) -> None:
-    assert is_looping(tokens) == looping
-
-
-def test_rows_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert keep_rows(file, 3) == 0
-    rows = [{"step": s, "kind": "train"} for s in (1, 2, 3, 4)] + [{"step": 3, "kind": "eval"}]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    file.write_text(text + '{"step": 5, "ki')
-    assert keep_rows(file, 3) == 4
-    assert [row["step"] for row in read_rows(file)] == [1, 2, 3, 3]
-    file.write_text("nonsense\n" + text)
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
-        keep_rows(file, 3)
 
 
 def test_gamma_must_be_stated_where_none_is_published(models: setup.Models) -> None:
