@@ -6,7 +6,7 @@ does it all: prompts, the target's answers to them (greedy, at temperatures 0.8 
 with this config, export, results. Training alone:
 
     python -m train.main --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m/train \
-        --config.data.train="('answers_greedy.npz', ...)" --config.data.held_out_fraction=0.05
+        --config.data.train="('answers_t0.npz', ...)" --config.data.held_out_fraction=0.05
 
 Prompts whose hash is below 0.04 are the held-out sets (train/heldout.py) and never answered for
 training; those from 0.04 to 0.05 are for validation. Id 16 (`<empty_output>`) is the mask.

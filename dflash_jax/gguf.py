@@ -63,7 +63,10 @@ class GGUFFile:
         try:
             reader = _Reader(path)
         except (ValueError, IndexError, KeyError) as error:
-            raise ConfigError(f"{path}: not a readable GGUF file: {error}") from error
+            size = path.stat().st_size
+            raise ConfigError(
+                f"{path}: not a readable GGUF file, or one cut short at {size} bytes: {error}"
+            ) from error
         self.metadata: dict[str, Any] = {
             # Arrays of scalars come back whole; the two counts and the version are not needed.
             key: field.contents()

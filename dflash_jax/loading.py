@@ -135,8 +135,15 @@ def export_drafter(
       The folder.
 
     Raises:
-      WeightsError: a parameter is missing, misshapen, NaN or infinite; nothing is written then.
+      WeightsError: a parameter is missing, misshapen, NaN or infinite, or the size is no size;
+        nothing is written then.
     """
+    size = str(sys.maxsize if max_shard_size is None else max_shard_size)
+    if not re.fullmatch(r"[1-9]\d*([KMGT]B)?", size, re.IGNORECASE):
+        raise WeightsError(
+            f"max_shard_size: {max_shard_size!r} is neither a positive number of bytes nor a text "
+            "like '15MB'"
+        )
     params = jax.device_get(drafter.params)
     if dtype is not None:
         file_dtype = _compute_dtype(dtype, None)
@@ -155,7 +162,7 @@ def export_drafter(
             tensors,
             get_storage_size=lambda tensor: tensor.nbytes,
             filename_pattern="model{suffix}.safetensors",
-            max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
+            max_shard_size=int(size) if size.isdecimal() else size,
         )
         for file, names in split.filename_to_tensors.items():
             # Readers based on Transformers insist on this piece of metadata.

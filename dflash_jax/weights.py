@@ -207,7 +207,9 @@ class SafetensorsSource:
         if index.is_file():
             content = _json(index, index.read_bytes())
             weight_map = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(weight_map, dict):
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(file, str) for file in weight_map.values()
+            ):
                 raise WeightsError(f"{index}: weight_map must say which file holds each tensor")
             for file in sorted(set(weight_map.values())):
                 self._add(folder / file)
@@ -228,28 +230,32 @@ class SafetensorsSource:
         size = file.stat().st_size
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            if size < 8 + length:
-                raise WeightsError(f"{file}: truncated, {size} bytes but a header of {length}")
+            if size < max(8 + length, 10):
+                raise WeightsError(f"{file}: truncated, {size} bytes with a header of {length}")
             header = _json(file, handle.read(length))
         if not isinstance(header, dict):
             raise WeightsError(f"{file}: not a safetensors file, its header is {header!r:.40}")
         header.pop("__metadata__", None)
+        spans = []
         for name, entry in header.items():
-            try:
-                (begin, end), dtype = entry["data_offsets"], entry["dtype"]
-                count = math.prod(entry["shape"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise WeightsError(f"{file}: header of {name}: {entry!r:.80}") from error
+            begin, end, dtype, shape = _entry(f"{file}: header of {name}", entry)
             if dtype not in _DTYPES:
                 raise WeightsError(f"{file}: {name} has type {dtype}, not floating point")
             if size < 8 + length + end:
                 raise WeightsError(f"{file}: truncated, {size} bytes, {name} ends at {end}")
-            if count * _DTYPES[dtype].itemsize != end - begin:
+            if math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
                 raise WeightsError(
-                    f"{file}: {name} of shape {entry['shape']} and type {dtype} has "
-                    f"{end - begin} bytes"
+                    f"{file}: {name} of shape {shape} and type {dtype} has {end - begin} bytes"
                 )
-            self._tensors[name] = (file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+            spans.append((begin, end, name))
+            self._tensors[name] = (file, dtype, shape, 8 + length + begin)
+        before = 0
+        for begin, end, name in sorted(spans):
+            if begin != before:  # the format allows neither gaps nor overlaps
+                raise WeightsError(
+                    f"{file}: {name} begins at {begin}, what is before ends at {before}"
+                )
+            before = end
 
     def names(self) -> Iterable[str]:
         return self._tensors
@@ -267,6 +273,17 @@ class SafetensorsSource:
             if math.prod(shape)
             else (np.empty(shape, _DTYPES[dtype]))
         )
+
+
+def _entry(label: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
+    """Begin, end, type and shape of a tensor in a header; raises WeightsError."""
+    try:
+        (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], tuple(entry["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"{label}: {entry!r:.80}") from error
+    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise WeightsError(f"{label}: {entry!r:.80}")
+    return begin, end, dtype, shape
 
 
 def _json(file: Path, content: bytes) -> dict[str, Any]:

@@ -4,9 +4,9 @@
 #   bash scripts/ship_drafter.sh WORKDIR [STAGE...]
 # Stages, all by default: prompts answers train export tau speed coupled ablations lookup. Only tau, speed, coupled and
 # lookup read the held-out sets. `ablations` takes the greedy answers; `lookup` needs PyTorch.
-# Environment: PYTHON (.venv/bin/python); COUNT, prompts a family; VALIDATION, a fraction of the prompts; and more flags
-# for a stage: ANSWERS (regenerate), TRAIN (train.main), EVALUATE (evaluate_drafter), ABLATE (ablate), LOOKUP
-# (bench_lookup).
+# Environment: PYTHON (.venv/bin/python); COUNT, prompts a family; TEMPERATURES of the answers, 0 first; VALIDATION, a
+# fraction of the prompts; and more flags for a stage: ANSWERS (regenerate), TRAIN (train.main), EVALUATE
+# (evaluate_drafter), ABLATE (ablate), LOOKUP (bench_lookup).
 set -euo pipefail
 
 [[ $# -ge 1 && $1 != -* ]] || { echo "usage: bash scripts/ship_drafter.sh WORKDIR [STAGE...]" >&2; exit 2; }
@@ -25,6 +25,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=${HF_HUB_OFFLIN
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$work/jax-cache}
 python=${PYTHON:-.venv/bin/python}
 count=${COUNT:-2500}
+read -ra temperatures <<<"${TEMPERATURES:-0 0.8 1}"
+[[ ${temperatures[0]} == 0 ]] || { echo "TEMPERATURES: '${temperatures[*]}' must begin with 0" >&2; exit 2; }
 read -ra answer_flags <<<"${ANSWERS:---batch_size=640}"
 read -ra train_flags <<<"${TRAIN:-}"
 read -ra evaluate_flags <<<"${EVALUATE:-}"
@@ -41,7 +43,7 @@ data() { # data FIELD FILE...: the override that names them
 }
 # Sets `files` to what there is to train on, a file a temperature, and `rows` to the overrides of all runs.
 answer_files() {
-  files=("$work"/answers_*.npz)
+  files=("$work"/answers_t*.npz)
   [[ -f $work/validation.npz ]] || { echo "no answers in $work: run the stage 'answers' first" >&2; exit 1; }
   rows=("data.held_out_fraction=$validation" "$(data eval "$work/validation.npz")")
 }
@@ -51,25 +53,23 @@ run_prompts() {
 }
 
 run_answers() {
-  local name options prompts
+  local temperature name prompts
   prompts=$(printf ',%s' "$work"/prompts/*.jsonl)
   [[ -f $work/prompts/coding.jsonl ]] || { echo "no prompts in $work: run the stage 'prompts' first" >&2; exit 1; }
-  for name in greedy t08 t1; do
-    case $name in
-      greedy) options=(--temperature=0) ;;
-      t08) options=(--temperature=0.8) ;;
-      t1) options=(--temperature=1) ;;
-    esac
-    [[ -f $work/answers_$name.npz ]] && continue
+  for temperature in "${temperatures[@]}"; do
+    name=answers_t$temperature
+    [[ -f $work/$name.npz ]] && continue
     # The first user turn of each conversation, and all later ones that are short enough.
     $python scripts/regenerate.py $target --prompts="sharegpt$prompts" --every_user_turn --on_truncation=keep \
-      --held_out_fraction=$split --max_prompt_tokens=255 "${options[@]}" --out="$work/answers_$name.jsonl" \
+      --held_out_fraction=$split --max_prompt_tokens=255 --temperature="$temperature" --out="$work/$name.jsonl" \
       ${answer_flags[@]+"${answer_flags[@]}"}
-    $python scripts/pack_answers.py "$work/answers_$name.jsonl" --out="$work/answers_$name.npz" $target \
+    if [[ $temperature == 0 ]]; then
+      $python scripts/pack_answers.py "$work/$name.jsonl" --out="$work/validation.npz" $target \
+        --held_out_fraction=$validation --held_out
+    fi
+    $python scripts/pack_answers.py "$work/$name.jsonl" --out="$work/$name.npz" $target \
       --held_out_fraction=$validation
   done
-  $python scripts/pack_answers.py "$work/answers_greedy.jsonl" --out="$work/validation.npz" $target \
-    --held_out_fraction=$validation --held_out
 }
 
 run_train() {
@@ -95,7 +95,7 @@ run_coupled() {
 run_ablations() {
   answer_files
   $python scripts/ablate.py --config=configs/smollm2_135m.py --plan=configs/ablations.json --workdir="$work/ablations" \
-    --output="$results/ablations.json" "--set=$(data train "$work/answers_greedy.npz")" "${rows[@]/#/--set=}" \
+    --output="$results/ablations.json" "--set=$(data train "$work/answers_t0.npz")" "${rows[@]/#/--set=}" \
     ${ablate_flags[@]+"${ablate_flags[@]}"}
 }
 

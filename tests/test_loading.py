@@ -87,6 +87,15 @@ def test_export_in_parts_reads_like_one_file(golden, tmp_path):
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("size", [0, -5, 1.5, "0MB", "abc", ""])
+def test_a_shard_size_that_is_none_is_refused(golden, tmp_path, size):
+    target = load_target(golden.path("qwen3", "target"))
+    drafter = load_drafter(golden.path("qwen3", "drafter"), target)
+    with pytest.raises(WeightsError, match=rf"max_shard_size: {size!r} is neither"):
+        export_drafter(drafter, tmp_path / "out", max_shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_shipped_drafter_fits_its_target():
     config = TargetConfig.smollm2_135m()
     target = dataclasses.replace(target_like(config), stop_token_ids=(0, 2))

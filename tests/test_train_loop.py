@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import math
 from functools import partial
 from pathlib import Path

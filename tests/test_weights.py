@@ -304,6 +304,9 @@ def test_broken_checkpoints_name_the_file(tmp_path):
     shard.write_bytes(content[:-5])
     with pytest.raises(WeightsError, match=rf"{files['b']}: truncated"):
         weights.SafetensorsSource(tmp_path)
+    shard.write_bytes(b"")
+    with pytest.raises(WeightsError, match=rf"{files['b']}: truncated, 0 bytes"):
+        weights.SafetensorsSource(tmp_path)
     shard.unlink()
     with pytest.raises(WeightsError, match=rf"{files['b']}: a shard"):
         weights.SafetensorsSource(tmp_path)
@@ -321,11 +324,17 @@ def test_quantised_tensors_are_refused(tmp_path):
         weights.SafetensorsSource(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": [1]}', "nonsense"])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "nonsense"]
+)
 def test_a_broken_index_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
         weights.SafetensorsSource(tmp_path)
+
+
+def _tensor(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 @pytest.mark.parametrize(
@@ -333,7 +342,13 @@ def test_a_broken_index_is_named(tmp_path, content):
     [
         ([], "not a safetensors file"),
         ({"a": {}}, "header of a"),
-        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "a of shape .* 8 bytes"),
+        ({"a": _tensor([3], 0, 8)}, "a of shape .* 8 bytes"),
+        ({"a": _tensor([2], "0", "8")}, "header of a"),
+        ({"a": _tensor([2.0], 0, 8)}, "header of a"),
+        ({"a": _tensor([2], 0, 8, ["F32"])}, "header of a"),
+        ({"a": _tensor([2], -8, 0)}, "header of a"),
+        ({"a": _tensor([2], 8, 16)}, "a begins at 8, what is before ends at 0"),
+        ({"a": _tensor([2], 0, 8), "b": _tensor([2], 4, 12)}, "b begins at 4, .* ends at 8"),
     ],
 )
 def test_a_broken_header_is_named(tmp_path, header, message):
