@@ -207,7 +207,7 @@ def _placer(mesh: Mesh | None) -> Callable[[str, np.ndarray], jax.Array]:
 def _resolve(path_or_hub_id: str | Path, patterns: list[str]) -> Path:
     name = os.fspath(path_or_hub_id)
     path = Path(name).expanduser()
-    if path.is_dir() or path.suffix == ".gguf":
+    if name and (path.is_dir() or path.suffix == ".gguf"):  # "" would be the current folder
         if not path.exists():
             raise LoadError(f"{path} does not exist")
         return path

@@ -1,6 +1,7 @@
 """Packed answers: the rows of the JSONL exactly, the same samples, and clear errors."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 
 from tests.text_rigs import END, small_tokenizer
 from train.chat import ChatFormat
-from train.conversations import is_held_out
+from train.conversations import ConversationFileError, is_held_out
 from train.data import load_samples
-from train.packed import PackedFileError, is_packed, pack, read_packed
+from train.packed import FORM, PackedFileError, is_packed, pack, read_packed
 
 CHAT = ChatFormat(small_tokenizer(), None, (END,))
 
@@ -45,6 +46,10 @@ def answers(count: int = 12, **changes) -> list[dict]:
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def meta(**fields) -> np.ndarray:
+    return np.frombuffer(json.dumps({"form": FORM, **fields}).encode(), np.uint8)
 
 
 def load(path: Path, chat: ChatFormat | None = CHAT, **options):
@@ -111,7 +116,7 @@ def test_another_target_or_template_is_refused(files: tuple[Path, Path], tmp_pat
     thinking = ChatFormat(CHAT.tokenizer, False, (END,))
     with pytest.raises(PackedFileError, match=r"rows\.npz.*enable_thinking=False"):
         load(packed, thinking)
-    with pytest.raises(PackedFileError, match=r"rows\.jsonl: row 0.*another chat template"):
+    with pytest.raises(ConversationFileError, match=r"rows\.jsonl: row 0.*another chat template"):
         pack([files[0]], tmp_path / "no.npz", thinking)
     assert not (tmp_path / "no.npz").exists()
     load(packed, None)  # ids only: nothing is compared
@@ -131,22 +136,48 @@ def test_an_unknown_template_is_reported(files: tuple[Path, Path], tmp_path: Pat
         ({"finish_reason": "cut"}, "row 0: finish_reason 'cut'"),
         ({"response_ids": [1, -1]}, "row 0: response_ids is not a list of ids"),
         ({"messages": []}, "row 0: no messages"),
+        ({"messages": "hi"}, "row 0: messages is not a list: 'hi'"),
+        ({"messages": ["hi"]}, "row 0: no message with role and text: 'hi'"),
+        ({"messages": [{"role": "user", "content": None}]}, "row 0: no message with role and text"),
+        ({"prompt_ids": 5}, "row 0: prompt_ids is not a list of ids: 5"),
+        ({"prompt_ids": [2**40]}, "row 0: prompt_ids is not a list of ids"),
+        ({"response_ids": [True, 2]}, "row 0: response_ids is not a list of ids"),
+        ({"seed": -1}, r"row 0: seed -1 is not in 0\.\.4294967295"),
+        ({"seed": None}, "row 0: seed None is not in"),
+        ({"temperature": "a"}, "row 0: temperature 'a' is not a number of at least 0"),
+        ({"temperature": math.nan}, "row 0: temperature nan is not a number"),
     ],
 )
 def test_rows_that_cannot_be_packed(tmp_path: Path, changes: dict, message: str) -> None:
     good = write(tmp_path / "a.jsonl", answers(2))
     bad = write(tmp_path / "b.jsonl", answers(2, **changes))
-    with pytest.raises(PackedFileError, match=message):
+    with pytest.raises(ConversationFileError, match=message):
         pack([good, bad], tmp_path / "x.npz", CHAT)
+    if "row 0: no messages" not in message and "before it" not in message:
+        with pytest.raises(ConversationFileError, match=message):
+            load(bad)
     with pytest.raises(PackedFileError, match=r"row 0 is no regenerated row: it has no id, prompt"):
         pack([write(tmp_path / "c.jsonl", [{"messages": []}])], tmp_path / "x.npz")
+
+
+def test_no_input_is_written_over(files: tuple[Path, Path], tmp_path: Path) -> None:
+    before = files[0].read_bytes()
+    with pytest.raises(PackedFileError, match=r"rows\.jsonl: is both to be read and to be written"):
+        pack([files[0]], files[0])
+    assert files[0].read_bytes() == before
+    with pytest.raises(PackedFileError, match=r"rows\.npz: is packed already"):
+        pack([files[1]], tmp_path / "again.npz")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PackedFileError, match="folder: a folder, not a file to write"):
+        pack([files[0]], tmp_path / "folder")
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_damaged_files(files: tuple[Path, Path], tmp_path: Path) -> None:
     whole, broken = files[1].read_bytes(), tmp_path / "broken.npz"
     flipped = bytearray(whole)
     flipped[60] ^= 0xFF  # inside the first array
-    for content in (whole[: len(whole) // 2], whole[:-1], bytes(flipped), b"PK nonsense"):
+    for content in (whole[: len(whole) // 2], whole[:-1], bytes(flipped), b"PK nonsense", b"PK"):
         broken.write_bytes(content)
         with pytest.raises(PackedFileError, match=r"broken\.npz: cannot be read as packed"):
             load(broken)
@@ -160,6 +191,9 @@ def test_damaged_files(files: tuple[Path, Path], tmp_path: Path) -> None:
         ("seeds", np.zeros(3, np.uint32), "seeds has 3 rows, record_ids 12"),
         ("settings", np.full(12, 9, np.uint16), "settings has the index 9, meta has 2"),
         ("meta", np.frombuffer(b"{}", np.uint8), "meta is not of the form"),
+        ("meta", meta(), "meta has no target or no template"),
+        ("meta", meta(target="t", template=None, settings={}), "settings are not a list"),
+        ("meta", meta(target="t", template=None, settings=[5]), "settings are not a list"),
         ("meta", np.frombuffer(b"{", np.uint8), "cannot be read as packed answers"),
         ("stopped", np.array([object()]), "cannot be read as packed answers.*allow_pickle"),
         ("seeds", None, "cannot be read as packed answers.*seeds"),

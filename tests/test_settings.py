@@ -104,7 +104,7 @@ def test_unknown_and_missing_fields() -> None:
             {"optimizer__schedule": "wsd", "optimizer__decay_ratio": 0.97},
             "optimizer.warmup_ratio 0.04 + decay_ratio 0.97 is above 1",
         ),
-        ({"optimizer__b1": float("nan")}, "optimizer.b1: nan is not allowed"),
+        ({"optimizer__b1": float("nan")}, "optimizer.b1: nan is not a finite number"),
         ({"drafter__target_layer_ids": (-1,)}, "drafter.target_layer_ids: -1 is not allowed"),
         ({"train__steps": 0, "train__epochs": 0}, "train.steps 0 and train.epochs 0: nothing"),
         ({"data__train": ["a"]}, "data.train ['a'] and synthetic.rows 1024: set one of them"),

@@ -7,6 +7,7 @@ or Open MPI, elsewhere with `--coordinator`, `--num_processes` and `--process_id
 shared.
 """
 
+import re
 import sys
 
 import jax
@@ -72,8 +73,20 @@ def join_processes() -> None:
 def _parse(argv: list[str]) -> list[str]:
     try:
         return app.parse_flags_with_usage(argv)
-    except (AttributeError, TypeError, KeyError) as error:  # a misspelled or mistyped override
-        sys.exit(f"error: {error.args[0] if error.args else error}")
+    except (AttributeError, KeyError) as error:
+        sys.exit(f"error: {_unknown_field(argv, str(error.args[0] if error.args else error))}")
+    except TypeError as error:  # a value of another type
+        sys.exit(f"error: {error}")
+
+
+def _unknown_field(argv: list[str], text: str) -> str:
+    """The override that ml_collections could not place: it says the last part of the name only."""
+    name = re.search(r"[\w-]+", text)
+    last = name[0] if name else text
+    overrides = [arg.split("=")[0] for arg in argv if arg.lstrip("-").startswith("config.")]
+    named = next((arg for arg in overrides if last in arg.split(".")), "--config")
+    close = re.search(r'Did you mean "(\w+)"', text)
+    return f"{named}: unknown field {last!r}" + (f"; did you mean {close[1]!r}?" if close else "")
 
 
 if __name__ == "__main__":

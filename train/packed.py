@@ -30,13 +30,8 @@ from typing import Any
 import numpy as np
 
 from train.chat import ChatFormat
-from train.conversations import (
-    ConversationFileError,
-    first_user_text,
-    is_held_out,
-    read_rows,
-    split_key,
-)
+from train.conversations import ConversationFileError, is_held_out, read_rows, split_key
+from train.regenerated import NEEDED, check_row, split_text
 
 FORM = "dflash-jax answers 1"
 _SETTINGS: dict[str, Any] = {  # with the value of rows that do not state it
@@ -112,9 +107,12 @@ def read_packed(path: str | Path) -> Packed:
     """
     path = Path(path)
     try:
-        # Opened here: of a broken file, NumPy leaves its own stream open.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in _TYPES}
+        with path.open("rb") as stream:  # of a broken file, NumPy would leave its own stream open
+            if not zipfile.is_zipfile(stream):  # and of a stump, advise to load pickled data
+                raise zipfile.BadZipFile("not a whole zip file")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in _TYPES}
         meta, record_ids = (json.loads(arrays.pop(n).tobytes()) for n in ("meta", "record_ids"))
         problem = _problem(meta, record_ids, arrays)
     except (
@@ -136,6 +134,11 @@ def _problem(meta: Any, record_ids: Any, arrays: dict[str, np.ndarray]) -> str |
     """What is wrong with a file that could be read."""
     if not isinstance(meta, dict) or meta.get("form") != FORM:
         return f"meta is not of the form {FORM!r}"
+    if not isinstance(meta.get("target"), str) or "template" not in meta:
+        return f"meta has no target or no template: {meta!r:.80}"
+    settings = meta.get("settings")
+    if not isinstance(settings, list) or not all(isinstance(s, dict) for s in settings):
+        return f"meta's settings are not a list of objects: {settings!r:.80}"
     if not isinstance(record_ids, list):
         return "record_ids is not a list"
     for name, array in arrays.items():
@@ -172,9 +175,18 @@ def pack(
       Rows, and response tokens.
 
     Raises:
-      PackedFileError: no row at all; or a row that is not regenerated, of another target than the
-        first one's, or rendered by another template than `chat`'s, with file and row.
+      ConversationFileError: `out` is one of the files, or an input is packed already; no row at
+        all; or a row that is not regenerated, of another target than the first one's, or rendered
+        by another template than `chat`'s, with file and row.
     """
+    files, out = [Path(file) for file in files], Path(out)
+    if out.is_dir():
+        raise PackedFileError(f"{out}: a folder, not a file to write")
+    for path in files:
+        if out.exists() and path.exists() and out.samefile(path):
+            raise PackedFileError(f"{path}: is both to be read and to be written")
+        if is_packed(path):
+            raise PackedFileError(f"{path}: is packed already")
     ids: list[np.ndarray] = []
     columns: dict[str, list[Any]] = {n: [] for n in _TYPES if n not in ("ids", "meta")}
     settings: list[dict[str, Any]] = []
@@ -213,7 +225,6 @@ def pack(
         "record_ids": _json_bytes(columns.pop("record_ids")),
         **{name: np.array(values, _TYPES[name][0]) for name, values in columns.items()},
     }
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     with temporary.open("wb") as stream:
@@ -223,34 +234,12 @@ def pack(
 
 
 def _check_row(row: Any, where: str, chat: ChatFormat | None) -> None:
-    needed = ("id", "prompt_ids", "response_ids", "finish_reason", "target")
-    missing = [name for name in needed if not isinstance(row, dict) or name not in row]
+    missing = [name for name in NEEDED if not isinstance(row, dict) or name not in row]
     if missing:
         raise PackedFileError(f"{where} is no regenerated row: it has no {', '.join(missing)}")
-    if row["finish_reason"] not in ("stop", "length"):
-        raise PackedFileError(f"{where}: finish_reason {row['finish_reason']!r}")
-    for name in ("prompt_ids", "response_ids"):
-        if not all(isinstance(i, int) and 0 <= i < 2**32 for i in row[name]):
-            raise PackedFileError(f"{where}: {name} is not a list of ids")
-    if chat is not None:
-        if not row.get("messages"):
-            raise PackedFileError(f"{where}: no messages, its prompt cannot be verified")
-        expected = chat.prompt_ids(row["messages"], row.get("tools"))
-        if expected != row["prompt_ids"]:
-            raise PackedFileError(
-                f"{where}: prompt_ids has {len(row['prompt_ids'])} ids, its messages render to "
-                f"{len(expected)} (or others): another chat template or thinking mode "
-                f"(enable_thinking={chat.enable_thinking})"
-            )
-
-
-def split_text(row: dict[str, Any]) -> str | bytes:
-    """What decides the side of the split of a regenerated row: its first user message, or its
-    prompt's ids where it has none."""
-    messages = row.get("messages") or []
-    if any(message.get("role") == "user" for message in messages):
-        return first_user_text(messages)
-    return np.array(row["prompt_ids"], np.int64).tobytes()
+    check_row(row, where, chat)
+    if chat is not None and not row.get("messages"):
+        raise PackedFileError(f"{where}: no messages, its prompt cannot be verified")
 
 
 def _json_bytes(value: Any) -> np.ndarray:

@@ -394,6 +394,9 @@ def _check_range(value: Any, limits: Mapping[str, Any], name: str, problems: lis
             ("below", lambda x, y: x < y),
         ):
             bound = limits.get(limit)
-            if not math.isfinite(item) or (bound is not None and not fits(item, bound)):
+            if not math.isfinite(item):
+                problems.append(f"{name}: {item} is not a finite number")
+                break
+            if bound is not None and not fits(item, bound):
                 problems.append(f"{name}: {item} is not allowed ({limit} {bound})")
                 break
