@@ -135,8 +135,8 @@ def export_drafter(
       The folder.
 
     Raises:
-      WeightsError: a parameter is missing, misshapen, NaN or infinite, or the size is no size;
-        nothing is written then.
+      WeightsError: a parameter is missing, misshapen, NaN or infinite, or the size is no size.
+      LoadError: the folder holds another model. Nothing is written in either case.
     """
     size = str(sys.maxsize if max_shard_size is None else max_shard_size)
     if not re.fullmatch(r"[1-9]\d*([KMGT]B)?", size, re.IGNORECASE):
@@ -154,6 +154,7 @@ def export_drafter(
         raise WeightsError(f"cannot export: parameters of several dtypes {dtypes}")
     config = {**drafter.config.to_hf(), "dtype": dtypes[0], "torch_dtype": dtypes[0]}
     out = Path(out_dir)
+    _check_free(out, config["architectures"])
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         staged = Path(folder)
@@ -180,6 +181,20 @@ def export_drafter(
         for name in written:
             os.replace(staged / name, out / name)
     return out
+
+
+def _check_free(out: Path, architectures: list[str]) -> None:
+    """An export replaces an older one, never another model's files."""
+    there = sorted(file.name for file in out.glob("model*.safetensors"))
+    if (out / "config.json").exists():
+        found = _read_json(out / "config.json").get("architectures")
+        if found != architectures:
+            raise LoadError(
+                f"{out}: config.json is of architectures {found!r}, an export of "
+                f"{architectures!r}; choose another folder"
+            )
+    elif there:
+        raise LoadError(f"{out}: holds {there[0]} without a config.json; choose another folder")
 
 
 def _compute_dtype(dtype: Any, mesh: Mesh | None) -> np.dtype:

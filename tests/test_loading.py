@@ -96,6 +96,19 @@ def test_a_shard_size_that_is_none_is_refused(golden, tmp_path, size):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_never_replaces_another_model(golden, tmp_path):
+    target = load_target(golden.path("qwen3", "target"))
+    drafter = load_drafter(golden.path("qwen3", "drafter"), target)
+    shutil.copytree(golden.path("qwen3", "target"), tmp_path / "target")
+    before = {file: file.read_bytes() for file in (tmp_path / "target").iterdir()}
+    with pytest.raises(LoadError, match=r"target: config\.json is of architectures \['Qwen3For"):
+        export_drafter(drafter, tmp_path / "target")
+    assert {file: file.read_bytes() for file in (tmp_path / "target").iterdir()} == before
+    (tmp_path / "target" / "config.json").unlink()
+    with pytest.raises(LoadError, match=r"target: holds model\S*\.safetensors without a config"):
+        export_drafter(drafter, tmp_path / "target")
+
+
 def test_the_shipped_drafter_fits_its_target():
     config = TargetConfig.smollm2_135m()
     target = dataclasses.replace(target_like(config), stop_token_ids=(0, 2))

@@ -103,6 +103,32 @@ def test_another_run_is_not_continued(source: Path, tmp_path: Path) -> None:
         recover(out)
 
 
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    row = {"id": "a", "conversations": [{"from": "human", "value": "who?"}]}
+    out = tmp_path / "out.jsonl"
+    for text in (json.dumps([row]), json.dumps(row), "notes", '{"id": 3, "prompt_ids": [1'):
+        out.write_text(text)
+        with pytest.raises(RegenerateError, match=r"line 1, the last, is not the beginning of"):
+            recover(out)
+        assert out.read_text() == text
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RegenerateError, match=r"prompts\.jsonl: holds the prompts"):
+        regenerate(text_target(), [str(prompts)], prompts, SETTINGS)
+    assert prompts.read_text() == json.dumps(row) + "\n"
+
+
+@pytest.mark.parametrize("key", ["r0", "", 'a"b', "back\\slash\\", "é\n"])
+def test_a_row_cut_at_any_byte_is_taken_up(tmp_path: Path, key: str) -> None:
+    row = {"id": key, "prompt_ids": [1, 2], "response_ids": [3], "messages": []}
+    line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    out = tmp_path / "out.jsonl"
+    for end in range(len(line)):
+        out.write_bytes(line + line[:end])
+        assert recover(out) == [row]
+        assert out.read_bytes() == line
+
+
 def test_training_finds_held_out_rows_in_what_the_defaults_write(tmp_path: Path) -> None:
     target, out, fraction = text_target(), tmp_path / "out.jsonl", 0.1
     prompts = tmp_path / "prompts.jsonl"

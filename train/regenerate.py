@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from train.conversations import (
     Selector,
     prompts,
     read_conversations,
+    resolve_path,
     select,
 )
 from train.repetition import is_looping
@@ -98,7 +100,8 @@ def recover(path: Path) -> list[dict[str, Any]]:
     """The rows of an output file; a last line cut short by a kill is removed from the file.
 
     Raises:
-      RegenerateError: a line before the last is not a row, with its number.
+      RegenerateError: a line is not a row, or the last not the beginning of one, with its number;
+        the file is left as it is.
     """
     if not path.exists():
         return []
@@ -113,10 +116,30 @@ def recover(path: Path) -> list[dict[str, Any]]:
             message = f"{path}: line {number} is not a regenerated row ({error})"
             raise RegenerateError(message) from None
         rows.append(row)
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    tail = content[len(whole) :]
+    if not tail:
+        return rows
+    if not _begins_a_row(tail):  # of another file: nothing of it may be lost
+        raise RegenerateError(
+            f"{path}: line {len(rows) + 1}, the last, is not the beginning of a regenerated row: "
+            f"{tail[:40]!r}; choose another file"
+        )
+    with path.open("r+b") as file:
+        file.truncate(len(whole))
     return rows
+
+
+def _begins_a_row(text: bytes) -> bool:
+    """Whether `regenerate` writes a line that goes on like this."""
+    start, after = b'{"id": "', b'", "prompt_ids": ['
+    if len(text) <= len(start):
+        return start.startswith(text)
+    if not text.startswith(start):
+        return False
+    key = re.match(rb'(?:[^"\\]|\\.)*', text[len(start) :], re.DOTALL)
+    assert key is not None  # it may be empty
+    rest = text[len(start) + key.end() :]
+    return rest in (b"", b"\\") or after.startswith(rest) or rest.startswith(after)
 
 
 def _check_row(
@@ -163,6 +186,9 @@ def regenerate(
       ValueError: no tokenizer with a chat template, or a bad file.
     """
     out = Path(out)
+    for file in files:
+        if out.exists() and out.samefile(resolve_path(file)):
+            raise RegenerateError(f"{out}: holds the prompts; choose another file for the answers")
     out.parent.mkdir(parents=True, exist_ok=True)
     done = recover(out)
     for row in done:
