@@ -130,7 +130,7 @@ def assert_same_state(left: Path, right: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"drafter.blok_size": 5}, 'Did you mean "block_size" instead of "blok_size"'),
+        ({"drafter.blok_size": 5}, "unknown field 'blok_size'; did you mean 'block_size'?"),
         ({"optimizer.b1": 2}, "error: configs/tiny.py: optimizer.b1: 2.0 is not allowed (below 1)"),
     ],
 )

@@ -81,12 +81,13 @@ class Packed:
         for i, id in enumerate(self.record_ids):
             first = int(ends[i - 1]) if i else 0
             middle = first + int(a["prompt_lengths"][i])
+            stated = self.meta["settings"][a["settings"][i]].items()
             yield {
                 "id": id,
                 "prompt_ids": a["ids"][first:middle].tolist(),
                 "response_ids": a["ids"][middle : ends[i]].tolist(),
                 "finish_reason": "stop" if a["stopped"][i] else "length",
-                **self.meta["settings"][a["settings"][i]],
+                **{name: value for name, value in stated if value is not None},
                 "seed": int(a["seeds"][i]),
                 "target": self.meta["target"],
                 "split_key": int(a["split_keys"][i]),
@@ -179,10 +180,10 @@ def pack(
         all; or a row that is not regenerated, of another target than the first one's, or rendered
         by another template than `chat`'s, with file and row.
     """
-    files, out = [Path(file) for file in files], Path(out)
+    paths, out = [Path(file) for file in files], Path(out)
     if out.is_dir():
         raise PackedFileError(f"{out}: a folder, not a file to write")
-    for path in files:
+    for path in paths:
         if out.exists() and path.exists() and out.samefile(path):
             raise PackedFileError(f"{path}: is both to be read and to be written")
         if is_packed(path):
@@ -191,9 +192,9 @@ def pack(
     columns: dict[str, list[Any]] = {n: [] for n in _TYPES if n not in ("ids", "meta")}
     settings: list[dict[str, Any]] = []
     target: str | None = None
-    for file in files:
-        for index, row in enumerate(read_rows(file)):
-            where = f"{file}: row {index}"
+    for path in paths:
+        for index, row in enumerate(read_rows(path)):
+            where = f"{path}: row {index}"
             _check_row(row, where, chat)
             target = row["target"] if target is None else target
             if row["target"] != target:

@@ -186,8 +186,8 @@ def regenerate(
       ValueError: no tokenizer with a chat template, or a bad file.
     """
     out = Path(out)
-    for file in files:
-        if out.exists() and out.samefile(resolve_path(file)):
+    for source_file in files:
+        if out.exists() and out.samefile(resolve_path(source_file)):
             raise RegenerateError(f"{out}: holds the prompts; choose another file for the answers")
     out.parent.mkdir(parents=True, exist_ok=True)
     done = recover(out)
