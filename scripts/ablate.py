@@ -7,8 +7,9 @@
 The plan is a JSON object: a name for each variant, and the fields it changes. `--set` changes every
 variant, before its own fields. Each variant is a `train.main` of its own in WORKDIR/NAME, `--jobs`
 of them at a time on the same devices: one compiles while another trains. Run again, finished
-variants are not trained again and stopped ones go on. A variant that fails is reported; the others
-go on.
+variants are not trained again and stopped ones go on; a folder that was trained with other settings
+is refused. Results of other variants in the output file stay. A variant that fails is reported; the
+others go on.
 """
 
 import concurrent.futures
@@ -35,6 +36,7 @@ _JOBS = flags.DEFINE_integer("jobs", 1, "Variants trained at the same time.", lo
 _ONLY = flags.DEFINE_string("only", "", "Only variants whose name matches.")
 _SET = flags.DEFINE_multi_string("set", [], "section.field=value for all variants.")
 
+SETTINGS = "variant.json"  # in a variant's folder: the command it was trained with
 # Columns of the table: key of an evaluation row, and its heading.
 COLUMNS = {
     "loss": "loss",
@@ -76,7 +78,10 @@ def read_plan(path: Path, only: str) -> dict[str, dict[str, Any]]:
     for name in plan:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise PlanError(f"{path}: {name!r}: a name has letters, digits, '.', '_' and '-' only")
-    chosen = {name: fields for name, fields in plan.items() if re.search(only, name)}
+    try:
+        chosen = {name: fields for name, fields in plan.items() if re.search(only, name)}
+    except re.error as error:
+        raise PlanError(f"only: {only!r} is no regular expression: {error}") from error
     if not chosen:
         raise PlanError(f"{path}: none of {sorted(plan)} matches {only!r}")
     return chosen
@@ -94,6 +99,43 @@ def _text(value: Any) -> str:
     return repr(tuple(value)) if isinstance(value, list) else str(value)
 
 
+def check_folders(plan: dict[str, dict[str, Any]]) -> None:
+    """A folder goes on with the settings that it was trained with.
+
+    Raises:
+      PlanError: it has other ones, with both.
+    """
+    for name, fields in plan.items():
+        workdir = Path(_WORKDIR.value) / name
+        path, now = workdir / SETTINGS, ["python", *command(name, fields)]
+        if not path.exists() or not any((workdir / "checkpoints").glob("[0-9]*")):
+            continue
+        before = json.loads(path.read_text(encoding="utf-8"))["command"]
+        if before != now:
+            gone, new = (
+                " ".join(a.removeprefix("--config.") for a in one if a not in other) or "none"
+                for one, other in ((before, now), (now, before))
+            )
+            raise PlanError(f"{workdir}: trained with {gone}, now {new}; use another workdir")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The variants that an earlier run has written.
+
+    Raises:
+      PlanError: the file is something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        variants = json.loads(path.read_text(encoding="utf-8"))["variants"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path}: not a file of this command ({error!r})") from None
+    if not isinstance(variants, dict):
+        raise PlanError(f"{path}: not a file of this command (variants {variants!r:.40})")
+    return variants
+
+
 def train_variant(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Runs it to its end; its record, with the last lines of its log if it failed."""
     workdir = Path(_WORKDIR.value) / name
@@ -102,6 +144,9 @@ def train_variant(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if _JOBS.value > 1:  # each process would take most of the device's memory
         share["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / _JOBS.value:.3f}"
     arguments = command(name, fields)
+    record: dict[str, Any] = {"fields": fields, "command": ["python", *arguments]}
+    stated = json.dumps({"command": record["command"]}) + "\n"
+    (workdir / SETTINGS).write_text(stated, encoding="utf-8")
     with (workdir / "log.txt").open("w", encoding="utf-8") as log:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -110,7 +155,6 @@ def train_variant(name: str, fields: dict[str, Any]) -> dict[str, Any]:
             env={**share, **os.environ},
             check=False,
         )
-    record: dict[str, Any] = {"fields": fields, "command": ["python", *arguments]}
     if done.returncode:
         lines = (workdir / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         return {**record, "failed": lines[-5:]}
@@ -139,7 +183,14 @@ def main(argv: list[str]) -> None:
     console = Console()
     try:
         plan = read_plan(Path(_PLAN.value), _ONLY.value)
+        if not Path(_CONFIG.value).is_file():
+            raise PlanError(f"config: no file {_CONFIG.value!r}")
+        for change in _SET.value:
+            if not re.fullmatch(r"\w+\.\w+=.*", change):
+                raise PlanError(f"set: {change!r} is not section.field=value")
         output = Path(_OUTPUT.value)
+        check_folders(plan)
+        others = {n: r for n, r in read_results(output).items() if n not in plan}
         output.parent.mkdir(parents=True, exist_ok=True)
         machine = environment()
     except (OSError, ValueError) as error:
@@ -155,7 +206,7 @@ def main(argv: list[str]) -> None:
             whole = {
                 "command": ["python", "scripts/ablate.py", *sys.argv[1:]],
                 **machine,
-                "variants": ordered,
+                "variants": {**others, **ordered},
             }
             output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
             state = "failed" if "failed" in record else "done"

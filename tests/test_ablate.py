@@ -54,6 +54,15 @@ def test_variants_beside_each_other(tmp_path: Path) -> None:
     again = ablate(tmp_path, plan, "--only=one")
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "runs/one-layer/metrics.jsonl").read_bytes() == before
+    kept = json.loads((tmp_path / "out.json").read_text())["variants"]
+    assert sorted(kept) == ["bad", "one-layer"], "results of other variants stay"
+    # Old numbers must not come to stand under new settings.
+    plan["one-layer"]["train.gamma"] = 1.0
+    plan["bad"] = {"drafter.num_layers": 1}
+    changed = ablate(tmp_path, plan)
+    assert changed.returncode == 1
+    assert "one-layer: trained with none, now train.gamma=1.0" in changed.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["variants"] == kept
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,9 @@ def test_variants_beside_each_other(tmp_path: Path) -> None:
         ([1], [], "expected an object of variants"),
         ({"a/b": {}}, [], "'a/b': a name has"),
         ({"a": {}}, ["--only=z"], "none of ['a'] matches 'z'"),
+        ({"a": {}}, ["--only=("], "only: '(' is no regular expression"),
+        ({"a": {}}, ["--set=steps"], "set: 'steps' is not section.field=value"),
+        ({"a": {}}, ["--config=configs/none.py"], "config: no file 'configs/none.py'"),
     ],
 )
 def test_bad_plans_are_one_line(

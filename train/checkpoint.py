@@ -136,10 +136,11 @@ class Checkpoints:
             raise FileNotFoundError(f"no complete checkpoint in {self.path}")
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # Orbax raises whatever its parts do
+        except Exception as error:  # Orbax raises whatever its parts do, with pages of text
+            reason = next(iter(str(error).splitlines()), "")[:200]
             raise ResumeError(
                 f"{self.path / str(step)}: the checkpoint cannot be read "
-                f"({type(error).__name__}: {error}); other steps: "
+                f"({type(error).__name__}: {reason}); other steps: "
                 f"{sorted(set(self._manager.all_steps()) - {step})}. Move this folder away to go "
                 "on from the one before"
             ) from error
@@ -164,8 +165,14 @@ def describe(settings: Settings, target: Target, drafter: DrafterConfig, checksu
     }
 
 
-# Fields of the config without which the saved position in the data, or the loss curve, is another.
-_FIXED = ("data.batch_size", "data.max_length", "train.seed")
+# Fields of the config without which the saved position in the data, the optimizer's state, or the
+# loss curve is another.
+_FIXED = ("data.batch_size", "data.max_length", "optimizer.name", "train.seed")
+# Fields that a finished run has no use for: none of its numbers would be others.
+_UNUSED = (
+    *("mesh.data", "mesh.fsdp", "mesh.tensor", "target.path", "data.train"),
+    *("train.checkpoint_every", "train.keep", "train.log_every"),
+)
 
 
 def check_resume(saved: Meta, now: Meta, path: Path) -> list[str]:
@@ -197,6 +204,23 @@ def check_resume(saved: Meta, now: Meta, path: Path) -> list[str]:
             f"{path}: the checkpoint is of another run (use another workdir):\n  {listed}"
         )
     return notes
+
+
+def check_finished(notes: list[str], path: Path) -> None:
+    """Refuses a finished run under settings that it was not trained with.
+
+    Args:
+      notes: of `check_resume`.
+
+    Raises:
+      ResumeError: every such field with both values.
+    """
+    changed = [note for note in notes if note.split(":")[0] not in _UNUSED]
+    if changed:
+        listed = "\n  ".join(changed)
+        raise ResumeError(
+            f"{path}: this run is finished, with other settings (use another workdir):\n  {listed}"
+        )
 
 
 def _identity(meta: Meta, source: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -17,8 +18,9 @@ from rich.table import Table
 
 from dflash_jax.drafter import Drafter
 from train import setup
-from train.checkpoint import Checkpoints, check_resume, describe
+from train.checkpoint import Checkpoints, ResumeError, check_finished, check_resume, describe
 from train.evaluate import decode_prompts, rates, teacher_forced
+from train.locks import only_writer
 from train.metrics import LOG, Metrics, NonFiniteError, lacks_evaluation, read_rows
 from train.optimizer import make_optimizer, make_schedule
 from train.settings import Settings
@@ -79,9 +81,17 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
     Raises:
       ConfigError: the config does not fit itself, the target, or the checkpoint (`ResumeError`).
       NonFiniteError: the loss or gradient was not finite; the last checkpoint is from before.
+      BusyError: another process trains in `workdir`.
     """
     workdir, console = Path(workdir).absolute(), console or Console()
     workdir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:  # of this run's processes
+            stack.enter_context(only_writer(workdir / ".lock", workdir))
+        return _train(settings, workdir, console)
+
+
+def _train(settings: Settings, workdir: Path, console: Console) -> Summary:
     mesh = setup.build_mesh(settings)
     models = setup.build_models(settings, mesh)
     objective = setup.build_objective(settings, models)
@@ -98,10 +108,17 @@ def train(settings: Settings, workdir: str | Path, console: Console | None = Non
         start, notes = checkpoints.latest_step or 0, []
         if start:
             notes = check_resume(checkpoints.restore_meta(), meta, checkpoints.path)
+            if start > num_steps:
+                raise ResumeError(
+                    f"{checkpoints.path}: the checkpoint is of step {start}, this run has only "
+                    f"{num_steps} (train.steps {settings.train.steps}, train.epochs "
+                    f"{settings.train.epochs}); use another workdir"
+                )
         owed = _evaluates_at(settings, rows, num_steps, start) and lacks_evaluation(
             workdir / LOG, start
         )
-        if start >= num_steps and not owed:
+        if start == num_steps and not owed:
+            check_finished(notes, checkpoints.path)
             console.print(f"finished: step {start} of {num_steps}, nothing left to do")
             return _summary(num_steps, num_steps, 0.0, workdir)
         if start:
@@ -195,10 +212,12 @@ class _Run:
         ids = pending.sample_ids_B.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.checkpoints.wait()
+            saved, good = self.checkpoints.latest_step, "there is no checkpoint yet"
+            if saved is not None:
+                good = f"the last good checkpoint is of step {saved}"
             raise NonFiniteError(
-                f"step {pending.step}: loss {loss}, gradient norm {norm}, sample ids {ids}; the "
-                f"last good checkpoint is of step {self.checkpoints.latest_step} in "
-                f"{self.checkpoints.path}"
+                f"step {pending.step}: loss {loss}, gradient norm {norm}, sample ids {ids}; {good} "
+                f"in {self.checkpoints.path}"
             )
         row = {
             "loss": loss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,14 +36,7 @@ def keep_rows(path: Path, last_step: int) -> int:
     if not path.exists():
         return 0
     kept = []
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # the process was killed while it wrote
-                break
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+    for line, row in _rows(path):
         if row["step"] <= last_step:
             kept.append(line)
     temporary = path.with_suffix(".tmp")
@@ -53,18 +46,33 @@ def keep_rows(path: Path, last_step: int) -> int:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """All whole rows of a `metrics.jsonl`.
+
+    Raises:
+      ValueError: a line is damaged, with file and line.
+    """
+    return [row for _, row in _rows(Path(path))]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines and what they hold, without half a row at the end: its process was killed."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith("\n"):
+            return
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int or "kind" not in row:
+            raise ValueError(f"{path}: line {number} has no step and kind: {line.strip():.60}")
+        yield line, row
 
 
 def lacks_evaluation(path: Path, step: int) -> bool:
     """Whether `step` was logged and its evaluation was not: the run ended in between."""
-    kinds = set()
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n"):  # else the process was killed while it wrote
-            row = json.loads(line)
-            kinds |= {row["kind"]} if row["step"] == step else set()
-    return kinds == {"train"}
+    rows = read_rows(path) if path.exists() else []
+    return {row["kind"] for row in rows if row["step"] == step} == {"train"}
 
 
 class Metrics:

@@ -32,6 +32,7 @@ from train.conversations import (
     resolve_path,
     select,
 )
+from train.locks import only_writer
 from train.repetition import is_looping
 
 
@@ -183,6 +184,7 @@ def regenerate(
 
     Raises:
       RegenerateError: `out` belongs to other settings or is damaged.
+      BusyError: another process is writing it.
       ValueError: no tokenizer with a chat template, or a bad file.
     """
     out = Path(out)
@@ -190,13 +192,30 @@ def regenerate(
         if out.exists() and out.samefile(resolve_path(source_file)):
             raise RegenerateError(f"{out}: holds the prompts; choose another file for the answers")
     out.parent.mkdir(parents=True, exist_ok=True)
+    chat = ChatFormat(target.tokenizer, enable_thinking, target.stop_token_ids or None)
+    with only_writer(out.with_name(out.name + ".lock"), out):
+        return _continue(
+            target, files, out, settings, drafter, batch_size, chat, on_truncation, progress
+        )
+
+
+def _continue(
+    target: Target,
+    files: list[str],
+    out: Path,
+    settings: RegenerateSettings,
+    drafter: Drafter | None,
+    batch_size: int,
+    chat: ChatFormat,
+    on_truncation: str,
+    progress: Callable[[RegenerateReport], None],
+) -> RegenerateReport:
     done = recover(out)
     for row in done:
         _check_row(row, target, settings, out)
     known = {row["id"]: row.get("prompt_ids") for row in done}
     if len(known) < len(done):
         raise RegenerateError(f"{out}: {len(done)} rows have only {len(known)} different ids")
-    chat = ChatFormat(target.tokenizer, enable_thinking, target.stop_token_ids or None)
     report = RegenerateReport()
     source: dict[str, Conversation] = {}
 

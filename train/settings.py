@@ -6,12 +6,13 @@ refused, and each error names the file, the field and the values.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from dflash_jax.errors import ConfigError
@@ -283,6 +284,15 @@ class Settings:
             for section, fields in values.items()
         }
 
+    @contextlib.contextmanager
+    def blame(self, field: str) -> Iterator[None]:
+        """Errors of the body become a `ConfigError` that names the file and this field of it."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            text = str(error).removeprefix(f"{field}: ").removeprefix("DrafterConfig: ")
+            raise ConfigError(f"{self.source}: {field}: {text}") from error
+
     def _contradictions(self) -> list[str]:
         data, train, drafter, mesh = self.data, self.train, self.drafter, self.mesh
         problems = []
@@ -298,7 +308,7 @@ class Settings:
         if not drafter.warm_start:
             problems += [
                 f"drafter.{name}: {getattr(drafter, name)} needs drafter.warm_start"
-                for name, least in (("num_layers", 1), ("block_size", 2), ("mask_token_id", 0))
+                for name, least in (("num_layers", 1), ("block_size", 1), ("mask_token_id", 0))
                 if getattr(drafter, name) < least
             ]
             if not (drafter.num_taps or drafter.target_layer_ids):

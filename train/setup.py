@@ -73,13 +73,15 @@ class Models:
 
 def build_mesh(settings: Settings) -> Mesh:
     """The mesh that the config asks for, over the first devices."""
-    return make_mesh(settings.mesh.data, settings.mesh.fsdp, settings.mesh.tensor)
+    with settings.blame("mesh"):
+        return make_mesh(settings.mesh.data, settings.mesh.fsdp, settings.mesh.tensor)
 
 
 def build_target(settings: Settings, mesh: Mesh) -> Target:
     """Loads the target, sharded over the mesh."""
     if settings.target.path != TINY:
-        return load_target(settings.target.path, settings.target.dtype, mesh)
+        with settings.blame("target.path"):
+            return load_target(settings.target.path, settings.target.dtype, mesh)
     dtype = settings.target.dtype
     if dtype == "auto":
         dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
@@ -99,20 +101,22 @@ def build_models(settings: Settings, mesh: Mesh) -> Models:
     dtype = target.model.dtype if s.dtype == "auto" else jnp.dtype(s.dtype)
     warm_params = None
     if s.warm_start:
-        warm = load_drafter(s.warm_start, target, "float32", mesh)
+        with settings.blame("drafter.warm_start"):
+            warm = load_drafter(s.warm_start, target, "float32", mesh)
         config, warm_params = warm.config, warm.params
         _check_warm_start(settings, config)
     else:
         taps: dict[str, Any] = {"num_taps": s.num_taps}
         if s.target_layer_ids:
             taps = {"target_layer_ids": s.target_layer_ids}
-        config = DrafterConfig.for_target(
-            target.config,
-            mask_token_id=s.mask_token_id,
-            num_layers=s.num_layers,
-            block_size=s.block_size,
-            **taps,
-        )
+        with settings.blame("drafter"):
+            config = DrafterConfig.for_target(
+                target.config,
+                mask_token_id=s.mask_token_id,
+                num_layers=s.num_layers,
+                block_size=s.block_size,
+                **taps,
+            )
         check_fits(config, target, settings.source)
         if s.init == "target":
             check_copyable(config, target.config, settings.target.path)
@@ -153,14 +157,10 @@ def build_objective(settings: Settings, models: Models) -> Objective:
             f"for {sorted(_GAMMA)})"
         )
     devices = list(build_mesh(settings).devices.flat)
-    try:
+    with settings.blame("train.attention"):
         attention = resolve_implementation(train.attention, devices)
-    except ValueError as error:
-        raise ConfigError(f"{settings.source}: train.attention: {error}") from error
-    try:
+    with settings.blame("train.target_attention"):
         target_attention = resolve_attention(train.target_attention, models.target.model, devices)
-    except ValueError as error:
-        raise ConfigError(f"{settings.source}: train.target_attention: {error}") from error
     return Objective(
         target=models.target.model,
         drafter=models.model,
@@ -220,19 +220,23 @@ def build_rows(settings: Settings, target: Target, mask_token_id: int, workdir: 
         chat = ChatFormat(target.tokenizer, data.enable_thinking, target.stop_token_ids or None)
 
     def load(files: list[Any], side: str, fraction: float, limit: int) -> tuple[TokenStore, str]:
-        store, report = load_samples(
-            files,
-            chat,
-            max_length=data.max_length,
-            vocab_size=target.config.vocab_size,
-            target_name=name,
-            held_out_fraction=fraction,
-            held_out=side == "held out",
-            on_truncation=data.on_truncation,
-            # Evaluation reports what loops apart, and has no use for half of it.
-            loops=data.loops if side == "train" else "keep",
-            limit=limit or None,
-        )
+        field = "data.eval" if side == "eval" else "data.train"
+        if fraction:
+            field += f", {side} (data.held_out_fraction {fraction})"
+        with settings.blame(field):
+            store, report = load_samples(
+                files,
+                chat,
+                max_length=data.max_length,
+                vocab_size=target.config.vocab_size,
+                target_name=name,
+                held_out_fraction=fraction,
+                held_out=side == "held out",
+                on_truncation=data.on_truncation,
+                # Evaluation reports what loops apart, and has no use for half of it.
+                loops=data.loops if side == "train" else "keep",
+                limit=limit or None,
+            )
         return store, f"{side}: {report}"
 
     fraction = data.held_out_fraction
