@@ -59,8 +59,8 @@ run_answers() {
   for temperature in "${temperatures[@]}"; do
     name=answers_t$temperature
     [[ -f $work/$name.npz ]] && continue
-    # The first user turn of each conversation, and all later ones that are short enough.
-    $python scripts/regenerate.py $target --prompts="sharegpt$prompts" --every_user_turn --on_truncation=keep \
+    # The prompts by rule, then every user turn of the conversations that is short enough.
+    $python scripts/regenerate.py $target --prompts="${prompts#,},sharegpt" --every_user_turn --on_truncation=keep \
       --held_out_fraction=$split --max_prompt_tokens=255 --temperature="$temperature" --out="$work/$name.jsonl" \
       ${answer_flags[@]+"${answer_flags[@]}"}
     if [[ $temperature == 0 ]]; then
